@@ -1,0 +1,135 @@
+"""The algebra of one chunk, on arrays `[..., C, *]` with any leading axes.
+
+Incoming state `S`, rows `i` of a chunk of `C` tokens, cumulative log-decay `b`::
+
+    (I + L) [W | U] = beta * [k*exp(b) | v],   L = stril(beta_i P(k,k)_ij)
+    U~ = U - W S
+    O  = (q*exp(b)) S + tril(P(q,k)) U~
+    S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U~
+
+Without the delta rule `W` is absent and `U~ = v`. Derivations: `docs/mathematics.md`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from deltanet_jax.core.affine import AffineMap
+from deltanet_jax.core.decay import decay_from_start, decay_to_end, scores, total_decay
+from deltanet_jax.core.recurrence import dot
+from deltanet_jax.core.wy import unit_lower_inverse
+
+__all__ = ["Chunk", "SolveForm", "WYForm", "chunk_map", "prepare_solve", "prepare_wy", "read"]
+
+Precision = jax.lax.Precision | None
+
+
+class Chunk(NamedTuple):
+    """The tokens of a chunk. `D` is 1 for a scalar gate and `K` for a vector gate."""
+
+    q: Float[Array, "*B C K"]
+    k: Float[Array, "*B C K"]
+    v: Float[Array, "*B C V"]
+    g: Float[Array, "*B C D"] | None
+    beta: Float[Array, "*B C 1"] | None
+
+
+def _scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+    return x if decay is None else x * decay
+
+
+def _inverse(chunk: Chunk, precision: Precision) -> Float[Array, "*B C C"]:
+    """`(I + L)^-1`."""
+    products = scores(chunk.k, chunk.k, chunk.g, strict=True, precision=precision)
+    return unit_lower_inverse(chunk.beta * products)
+
+
+class WYForm(NamedTuple):
+    """Form 2: everything that does not depend on the state is ready; two products remain."""
+
+    W: Float[Array, "*B C K"] | None  # None: no delta rule
+    U: Float[Array, "*B C V"]
+    keys: Float[Array, "*B C K"]  # k*exp(b_C - b)
+    total: Float[Array, "*B D 1"] | None  # exp(b_C)
+
+    def writes(self, state: Float[Array, "*B K V"], precision: Precision) -> jax.Array:
+        """`U~ = U - W S`."""
+        if self.W is None:
+            return self.U
+        return self.U - dot("...ck,...kv->...cv", self.W, state, precision)
+
+    def advance(
+        self, state: Float[Array, "*B K V"], writes: Float[Array, "*B C V"], precision: Precision
+    ) -> Float[Array, "*B K V"]:
+        """`S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U~`."""
+        return _scale(state, self.total) + dot("...ck,...cv->...kv", self.keys, writes, precision)
+
+
+class SolveForm(NamedTuple):
+    """Form 1: the system is solved with the incoming state; no `W` and no `U` in memory."""
+
+    inverse: Float[Array, "*B C C"]  # (I + L)^-1
+    beta: Float[Array, "*B C 1"]
+    v: Float[Array, "*B C V"]
+    keys_in: Float[Array, "*B C K"]  # k*exp(b)
+    keys: Float[Array, "*B C K"]
+    total: Float[Array, "*B D 1"] | None
+
+    advance = WYForm.advance
+
+    def writes(self, state: Float[Array, "*B K V"], precision: Precision) -> jax.Array:
+        """`U~ = (I + L)^-1 (beta * (v - (k*exp(b)) S))`."""
+        error = self.v - dot("...ck,...kv->...cv", self.keys_in, state, precision)
+        return dot("...ij,...jv->...iv", self.inverse, self.beta * error, precision)
+
+
+def prepare_wy(chunk: Chunk, precision: Precision) -> WYForm:
+    """Form 2 of a chunk; also the only form of a member without the delta rule."""
+    keys, total = _scale(chunk.k, decay_to_end(chunk.g)), total_decay(chunk.g)
+    if chunk.beta is None:
+        return WYForm(None, chunk.v, keys, total)
+    inverse = _inverse(chunk, precision)
+    keys_in = _scale(chunk.k, decay_from_start(chunk.g))
+    W = dot("...ij,...jk->...ik", inverse, chunk.beta * keys_in, precision)
+    U = dot("...ij,...jv->...iv", inverse, chunk.beta * chunk.v, precision)
+    return WYForm(W, U, keys, total)
+
+
+def prepare_solve(chunk: Chunk, precision: Precision) -> SolveForm | WYForm:
+    """Form 1 of a chunk; without the delta rule there is nothing to solve and the forms agree."""
+    if chunk.beta is None:
+        return prepare_wy(chunk, precision)
+    return SolveForm(
+        inverse=_inverse(chunk, precision),
+        beta=chunk.beta,
+        v=chunk.v,
+        keys_in=_scale(chunk.k, decay_from_start(chunk.g)),
+        keys=_scale(chunk.k, decay_to_end(chunk.g)),
+        total=total_decay(chunk.g),
+    )
+
+
+def read(
+    chunk: Chunk,
+    state: Float[Array, "*B K V"],
+    writes: Float[Array, "*B C V"],
+    precision: Precision,
+) -> Float[Array, "*B C V"]:
+    """`O = (q*exp(b)) S + tril(P(q,k)) U~`."""
+    queries = _scale(chunk.q, decay_from_start(chunk.g))
+    past = dot("...ck,...kv->...cv", queries, state, precision)
+    inside = scores(chunk.q, chunk.k, chunk.g, strict=False, precision=precision)
+    return past + dot("...ij,...jv->...iv", inside, writes, precision)
+
+
+def chunk_map(form: WYForm, precision: Precision) -> AffineMap:
+    """The map of a whole chunk: `M = Diag(exp(b_C)) - keys^T W`, `R = keys^T U`."""
+    R = dot("...ck,...cv->...kv", form.keys, form.U, precision)
+    K = form.keys.shape[-1]
+    total = jnp.ones((1, 1), R.dtype) if form.total is None else form.total
+    if form.W is None:
+        return AffineMap(jnp.broadcast_to(total, (*R.shape[:-1], 1)), R)
+    erase = dot("...ck,...cj->...kj", form.keys, form.W, precision)
+    return AffineMap(total * jnp.eye(K, dtype=R.dtype) - erase, R)

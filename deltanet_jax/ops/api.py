@@ -1,0 +1,388 @@
+"""The public functions: one per member of the family, over one implementation table."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from deltanet_jax.core import recurrence
+from deltanet_jax.core.recurrence import Problem, accumulation_dtype
+from deltanet_jax.ops import canonical, variants
+from deltanet_jax.ops.variants import Implementation
+
+__all__ = [
+    "delta_rule",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "kimi_delta_attention",
+    "linear_attention",
+    "normalized_linear_attention",
+    "step",
+    "why_not",
+]
+
+Choice = Implementation | Sequence[Implementation] | None
+Gate = Float[Array, "B T HV"] | Float[Array, "B T HV K"]
+Segments = Int[Array, "B T"]
+Result = tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Options(TypedDict, total=False):
+    """The keywords that every member shares; `linear_attention` documents them."""
+
+    scale: float | None
+    initial_state: Float[Array, "B HV K V"] | None
+    segment_ids: Segments | None
+    chunk_size: int | None
+    implementation: Choice
+    precision: jax.lax.PrecisionLike
+
+
+class CallError(ValueError, TypeError):
+    """A call whose arguments do not fit the signature; both of the errors people catch."""
+
+
+def _checked_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Spell out `**options` in the signature, and name the arguments when a call does not fit."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(parameters) < len(signature.parameters):
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=type_)
+            for name, type_ in get_type_hints(Options).items()
+        ]
+    signature = signature.replace(parameters=parameters)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            names = ", ".join(signature.parameters)
+            raise CallError(f"{function.__name__}() {error}; its arguments are {names}") from None
+        return function(*args, **kwargs)
+
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _required(name: str, x: R | None) -> R:
+    if x is None:
+        raise ValueError(f"`{name}` is required here; got None (`linear_attention` takes None)")
+    return x
+
+
+@_checked_call
+def linear_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    g: Gate | None = None,
+    beta: Float[Array, "B T HV"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Segments | None = None,
+    chunk_size: int | None = None,
+    implementation: Choice = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Result:
+    """Every member of the family; the others are this function with fewer choices.
+
+    ::
+
+        S_t = (I - beta_t k_t^T k_t) Diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t    with `beta`
+        S_t = Diag(exp(g_t)) S_{t-1} + k_t^T v_t                                  without
+        o_t = scale * q_t S_t
+
+    ============  =====================  ============================  =================
+    .             `g=None`               `g [B, T, HV]`                `g [B, T, HV, K]`
+    ============  =====================  ============================  =================
+    `beta=None`   linear attention       scalar-gated GLA (RetNet)     GLA
+    `beta` given  DeltaNet               Gated DeltaNet                KDA
+    ============  =====================  ============================  =================
+
+    Args:
+        q: Queries, `[B, T, H, K]`.
+        k: Keys, `[B, T, H, K]`. With `beta`, unit L2 norm keeps the state bounded.
+        v: Values, `[B, T, HV, V]`; `HV` is a multiple of `H`, and value head `h` reads key
+            head `h // (HV // H)`.
+        g: Log-decay in nats, `<= 0`, per head or per head and key channel. `-inf` forgets
+            everything. Growth (`g > 0`) is refused where the values are known; under `jit`
+            they are not, and the result is then undefined.
+        beta: Write strength, dimensionless, in `[0, 2]`; above 1 the eigenvalue `1 - beta`
+            along a unit `k` is negative.
+        scale: Factor on `q`; `K**-0.5` by default. A Python number.
+        initial_state: `S_0`, `[B, HV, K, V]` in any float dtype; zeros by default.
+        segment_ids: Integers `[B, T]`. The state restarts from zero wherever the id changes;
+            the first run starts from `initial_state`, and `final_state` belongs to the last.
+        chunk_size: Tokens per chunk; each implementation has its default.
+        implementation: `"recurrent"`, `"associative"`, `"chunkwise"` (WY form),
+            `"chunkwise_solve"`, `"pallas"`, a callable `(problem, chunk_size) -> (o, state)`,
+            or a sequence of these in order of preference. `None` takes the best that works
+            for this call on this platform. One explicit name never falls back.
+        precision: Of matrix products of 32-bit operands: HIGHEST by default for 32-bit
+            inputs, the platform's own for 16-bit inputs.
+
+    Returns:
+        Outputs `[B, T, HV, V]` in the dtype of `v`, and the final state `[B, HV, K, V]` in
+        float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: If an argument has the wrong type, shape or range; the message names it.
+        NotImplementedError: If the implementation that was asked for cannot run this call.
+
+    References:
+        Katharopoulos et al., 2020, arXiv:2006.16236 (linear attention). Schlag et al., 2021,
+        arXiv:2102.11174, and Yang et al., 2024, arXiv:2406.06484 (DeltaNet). Yang et al.,
+        2023, arXiv:2312.06635 (GLA). Yang et al., 2024, arXiv:2412.06464 (Gated DeltaNet).
+        Kimi Team, 2025, arXiv:2510.26692 (KDA).
+    """
+    problem = canonical.canonical_problem(
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        precision=precision,
+    )
+    size = canonical.canonical_chunk_size(chunk_size)
+    algorithm = variants.choose(implementation, problem, size)
+    if problem.q.shape[1] == 0:
+        return problem.v.astype(jnp.result_type(v)), recurrence.start_state(problem)
+    o, final_state = variants.run(problem, algorithm=algorithm, chunk_size=size)
+    return o.astype(jnp.result_type(v)), final_state
+
+
+@_checked_call
+def delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    beta: Float[Array, "B T HV"],
+    **options: Unpack[Options],
+) -> Result:
+    """DeltaNet: linear attention whose writes correct what the state holds.
+
+    ::
+
+        S_t = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t
+        o_t = scale * q_t S_t
+
+    One step is one step of gradient descent on `1/2 |k S - v|^2` with learning rate `beta`.
+    Arguments, results and errors are those of `linear_attention`.
+
+    References:
+        Schlag et al., 2021, arXiv:2102.11174; Yang et al., 2024, arXiv:2406.06484.
+    """
+    return linear_attention(q, k, v, beta=_required("beta", beta), **options)
+
+
+@_checked_call
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Gate,
+    beta: Float[Array, "B T HV"],
+    **options: Unpack[Options],
+) -> Result:
+    """Gated DeltaNet: the state decays, then the error is read, then it is corrected.
+
+    ::
+
+        S_t = (I - beta_t k_t^T k_t) exp(g_t) S_{t-1} + beta_t k_t^T v_t
+        o_t = scale * q_t S_t
+
+    `g` is one log-decay per head, `[B, T, HV]`; one per key channel makes the rule KDA.
+    Arguments, results and errors are those of `linear_attention`.
+
+    References:
+        Yang et al., 2024, arXiv:2412.06464.
+    """
+    return linear_attention(
+        q, k, v, g=_required("g", g), beta=_required("beta", beta), **options
+    )
+
+
+@_checked_call
+def gated_linear_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Gate,
+    **options: Unpack[Options],
+) -> Result:
+    """Gated linear attention: the state decays and accumulates.
+
+    ::
+
+        S_t = Diag(exp(g_t)) S_{t-1} + k_t^T v_t
+        o_t = scale * q_t S_t
+
+    `g` is one log-decay per key channel, `[B, T, HV, K]`, or one per head, `[B, T, HV]`
+    (RetNet and Mamba-2's form). Arguments, results and errors are those of
+    `linear_attention`.
+
+    References:
+        Yang et al., 2023, arXiv:2312.06635.
+    """
+    return linear_attention(q, k, v, g=_required("g", g), **options)
+
+
+@_checked_call
+def kimi_delta_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    **options: Unpack[Options],
+) -> Result:
+    """KDA: the delta rule with one decay per key channel.
+
+    ::
+
+        S_t = (I - beta_t k_t^T k_t) Diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t
+        o_t = scale * q_t S_t
+
+    Arguments, results and errors are those of `linear_attention`; `g` is `[B, T, HV, K]`.
+
+    References:
+        Kimi Team, 2025, arXiv:2510.26692.
+    """
+    gate = _required("g", g)
+    if getattr(gate, "ndim", None) != 4:
+        raise ValueError(f"`g` must have shape [B, T, HV, K]; got {jnp.shape(gate)}")
+    return linear_attention(q, k, v, g=gate, beta=_required("beta", beta), **options)
+
+
+@_checked_call
+def normalized_linear_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    eps: float = 1e-6,
+    g: Gate | None = None,
+    beta: Float[Array, "B T HV"] | None = None,
+    **options: Unpack[Options],
+) -> Result:
+    """Linear attention over its normaliser, for feature maps that are positive.
+
+    ::
+
+        S_t = S_{t-1} + k_t^T v_t        z_t = z_{t-1} + k_t
+        o_t = (q_t S_t) / (q_t . z_t + eps)
+
+    The normaliser is one more value column that holds ones, so the state is
+    `[B, HV, K, V+1]`, and `g`, `beta`, segments and initial state act on it as on any other
+    column. `scale` cancels up to `eps`. Other arguments are those of `linear_attention`.
+
+    References:
+        Katharopoulos et al., 2020, arXiv:2006.16236.
+    """
+    v = canonical.check_array("v", v, "[B, T, HV, V]")
+    with_ones = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    acc = accumulation_dtype(v)
+    o, final_state = linear_attention(q, k, with_ones.astype(acc), g=g, beta=beta, **options)
+    return (o[..., :-1] / (o[..., -1:] + eps)).astype(v.dtype), final_state
+
+
+@_checked_call
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B HV V"],
+    state: Float[Array, "B HV K V"],
+    *,
+    g: Float[Array, "B HV"] | Float[Array, "B HV K"] | None = None,
+    beta: Float[Array, "B HV"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B HV V"], Float[Array, "B HV K V"]]:
+    """One token of any member: what a decoder calls.
+
+    Args:
+        q: Query, `[B, H, K]`.
+        k: Key, `[B, H, K]`.
+        v: Value, `[B, HV, V]`.
+        state: The state before this token, `[B, HV, K, V]`.
+        g: Log-decay in nats, `<= 0`, `[B, HV]` or `[B, HV, K]`.
+        beta: Write strength, `[B, HV]`; `None`: no delta rule.
+        scale: Factor on `q`; `K**-0.5` by default.
+
+    Returns:
+        The output `[B, HV, V]` in the dtype of `v`, and the state after this token in float32
+        (float64 for float64 inputs).
+
+    Raises:
+        ValueError: If an argument has the wrong type, shape or range; the message names it.
+    """
+    q = canonical.check_array("q", q, "[B, H, K]")
+    k, v = canonical.check_array("k", k, "[B, H, K]"), canonical.check_array("v", v, "[B, HV, V]")
+    token = {"q": q, "k": k, "v": v}
+    tokens = {name: x[:, None] for name, x in token.items()}
+    problem = canonical.canonical_problem(
+        **tokens,
+        g=_with_time("g", g),
+        beta=_with_time("beta", beta),
+        scale=scale,
+        initial_state=_required("state", state),
+        segment_ids=None,
+        precision=None,
+    )
+    o, new_state = variants.run(
+        problem, algorithm=variants.IMPLEMENTATIONS["recurrent"], chunk_size=1
+    )
+    return o[:, 0].astype(v.dtype), new_state
+
+
+def _with_time(name: str, x: object) -> object:
+    """A gate of one token with a time axis of one, so that one set of checks serves."""
+    if isinstance(x, jax.Array | np.ndarray) and x.ndim >= 1:
+        return x[:, None]
+    return x
+
+
+def why_not(
+    implementation: Implementation,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    g: Gate | None = None,
+    beta: Float[Array, "B T HV"] | None = None,
+    **options: Unpack[Options],
+) -> str | None:
+    """Why this implementation cannot run this call, or `None` if it can.
+
+    Takes the arguments of `linear_attention`, as arrays or as `jax.ShapeDtypeStruct`s;
+    nothing is computed.
+
+    Raises:
+        ValueError: If the call itself is wrong.
+    """
+    options.pop("implementation", None)
+    size = canonical.canonical_chunk_size(options.pop("chunk_size", None))
+    static = {name: options.pop(name, None) for name in ("scale", "precision")}
+    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, **options)
+    reasons = []
+
+    def ask(arrays: dict[str, jax.Array | None]) -> None:
+        full = {"initial_state": None, "segment_ids": None} | arrays
+        problem = canonical.canonical_problem(**full, **static)
+        reasons.append(variants.reason_against(implementation, problem, size))
+
+    jax.eval_shape(ask, arrays)
+    return reasons[0]

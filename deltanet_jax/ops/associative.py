@@ -1,0 +1,66 @@
+"""The associative scan over the affine maps of tokens, or of chunks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from deltanet_jax.core.affine import AffineMap, apply, compose, token_maps
+from deltanet_jax.core.chunk import chunk_map, prepare_wy, read
+from deltanet_jax.core.recurrence import Problem, decay_with_resets, dot, start_state
+from deltanet_jax.ops.layout import as_chunk, split_time
+
+__all__ = ["associative"]
+
+
+def associative(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.associative_scan` with the combine `(A2 A1, A2 B1 + B2)`.
+
+    By default it scans the maps of single tokens, the textbook way: every prefix product, a
+    `K x K` and a `K x V` matrix per token and head, is formed and kept. With `chunk_size`
+    above 1 the same operator runs over the maps of chunks.
+    """
+    problem = problem.with_repeated_keys()
+    if chunk_size is None or chunk_size == 1:
+        o, final_state = _over_tokens(problem)
+    else:
+        o, final_state = _over_chunks(problem, min(chunk_size, problem.q.shape[1]))
+    return (o * problem.scale).astype(problem.v.dtype), final_state
+
+
+def _prefix_states(
+    maps: AffineMap, start: jax.Array, axis: int, precision: jax.lax.Precision | None
+) -> jax.Array:
+    """The state after each map along `axis`."""
+    combine = partial(compose, precision=precision)
+    prefixes = jax.lax.associative_scan(combine, maps, axis=axis)
+    return apply(prefixes, jnp.expand_dims(start, axis), precision)
+
+
+def _over_tokens(problem: Problem) -> tuple[jax.Array, jax.Array]:
+    start = start_state(problem)
+    k, v = problem.k.astype(start.dtype), problem.v.astype(start.dtype)
+    g, beta = decay_with_resets(problem), problem.beta
+    if g is not None and g.ndim == 3:
+        g = g[..., None]
+    maps = token_maps(k, v, g, None if beta is None else beta[..., None])
+    states = _prefix_states(maps, start, 1, problem.precision)
+    o = dot("bthk,bthkv->bthv", problem.q.astype(start.dtype), states, problem.precision)
+    return o, states[:, -1]
+
+
+def _over_chunks(problem: Problem, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+    T = problem.q.shape[1]
+    tokens = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
+    padded = -(-T // chunk_size) * chunk_size
+    whole = jax.tree.map(lambda x: split_time(x, padded)[0], tokens)
+    chunk = as_chunk(whole, chunk_size)
+    form = prepare_wy(chunk, problem.precision)
+    start = start_state(problem)
+    after = _prefix_states(chunk_map(form, problem.precision), start, 0, problem.precision)
+    incoming = jnp.concatenate([start[None], after[:-1]])
+    writes = form.writes(incoming, problem.precision)
+    o = read(chunk, incoming, writes, problem.precision)  # [N, B, H, C, V]
+    N, B, H, C, V = o.shape
+    o = o.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)[:, :T]
+    return o, after[-1]

@@ -1,0 +1,163 @@
+"""Checks of a call, and its canonical form.
+
+Every message names the argument, what came and what was wanted.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deltanet_jax.core.recurrence import Problem, accumulation_dtype
+
+__all__ = [
+    "canonical_chunk_size",
+    "canonical_problem",
+    "canonical_scale",
+    "check_array",
+    "check_decay",
+]
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_array(
+    name: str, x: object, axes: str, shape: tuple[int | None, ...] | None = None
+) -> jax.Array:
+    """`x` as a floating-point array whose axes are `axes`, with the sizes that `shape` fixes."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"`{name}` must be an array {axes}; got {type(x).__name__}")
+    if str(x.dtype) not in DTYPES:
+        raise ValueError(f"`{name}` must have a dtype of {', '.join(DTYPES)}; got {x.dtype}")
+    _check_shape(name, x.shape, axes, shape)
+    return jnp.asarray(x)
+
+
+def _check_shape(
+    name: str, got: tuple[int, ...], axes: str, shape: tuple[int | None, ...] | None
+) -> None:
+    rank = axes.count(",") + 1
+    if len(got) != rank:
+        raise ValueError(f"`{name}` must have shape {axes}; got {got}")
+    if shape is not None and any(w not in (None, n) for w, n in zip(shape, got, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"`{name}` must have shape {axes} = [{wanted}]; got {got}")
+
+
+def check_decay(name: str, g: jax.Array) -> None:
+    """Refuse growth where the values are known; under `jit` they are not."""
+    if not isinstance(g, jax.core.Tracer) and bool(jnp.any(g > 0)):
+        raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {float(jnp.max(g))}")
+
+
+def canonical_chunk_size(chunk_size: object) -> int | None:
+    """A positive `int`, or `None`."""
+    if chunk_size is None:
+        return None
+    try:
+        size = operator.index(chunk_size)  # type: ignore[arg-type]
+    except TypeError:
+        size = 0
+    if size <= 0 or isinstance(chunk_size, bool):
+        raise ValueError(f"`chunk_size` must be a positive integer or None; got {chunk_size!r}")
+    return size
+
+
+def canonical_scale(scale: object, K: int) -> float:
+    """A Python float; `K**-0.5` by default."""
+    if scale is None:
+        return K**-0.5
+    try:
+        return float(scale)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        "`scale` must be a number known at trace time (multiply `q` by a traced one); "
+        f"got {type(scale).__name__}"
+    )
+
+
+def _canonical_precision(precision: object, dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """HIGHEST unless given for 32- and 64-bit inputs; 16-bit inputs take the platform's default."""
+    if precision is None:
+        return None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
+    try:
+        return jax.lax.Precision(precision)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"`precision` must be a jax.lax.Precision, its name or None; got {precision!r}"
+    )
+
+
+def _canonical_gate(
+    g: object, sizes: tuple[int, int, int, int], dtype: jnp.dtype
+) -> jax.Array | None:
+    if g is None:
+        return None
+    vector = getattr(g, "ndim", None) == 4
+    axes, shape = ("[B, T, HV, K]", sizes) if vector else ("[B, T, HV]", sizes[:3])
+    gate = check_array("g", g, axes, shape)
+    check_decay("g", gate)
+    return gate.astype(dtype)
+
+
+def _canonical_reset(segment_ids: object, B: int, T: int) -> jax.Array | None:
+    """True where a token's segment differs from that of the token before it."""
+    if segment_ids is None:
+        return None
+    if not isinstance(segment_ids, jax.Array | np.ndarray):
+        raise ValueError(
+            f"`segment_ids` must be an integer array [B, T]; got {type(segment_ids).__name__}"
+        )
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"`segment_ids` must have an integer dtype; got {segment_ids.dtype}")
+    _check_shape("segment_ids", segment_ids.shape, "[B, T]", (B, T))
+    ids = jnp.asarray(segment_ids)
+    return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
+
+
+def canonical_problem(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    g: object,
+    beta: object,
+    scale: object,
+    initial_state: object,
+    segment_ids: object,
+    precision: object,
+) -> Problem:
+    """Check everything and resolve every default.
+
+    Raises:
+        ValueError: If an argument has the wrong type, rank, size or range.
+    """
+    q = check_array("q", q, "[B, T, H, K]")
+    B, T, H, K = q.shape
+    k = check_array("k", k, "[B, T, H, K]", (B, T, H, K))
+    v = check_array("v", v, "[B, T, HV, V]", (B, T, None, None))
+    HV, V = v.shape[2:]
+    if H == 0 or HV % H:
+        raise ValueError(f"the heads of `v` must be a multiple of those of `q`; got {HV} and {H}")
+    dtype = jnp.result_type(q, k, v)
+    acc = accumulation_dtype(q, k, v)
+    if beta is not None:
+        beta = check_array("beta", beta, "[B, T, HV]", (B, T, HV)).astype(acc)
+    if initial_state is not None:
+        initial_state = check_array(
+            "initial_state", initial_state, "[B, HV, K, V]", (B, HV, K, V)
+        ).astype(acc)
+    return Problem(
+        q=q.astype(dtype),
+        k=k.astype(dtype),
+        v=v.astype(dtype),
+        g=_canonical_gate(g, (B, T, HV, K), acc),
+        beta=beta,
+        initial_state=initial_state,
+        reset=_canonical_reset(segment_ids, B, T),
+        scale=canonical_scale(scale, K),
+        precision=_canonical_precision(precision, dtype),
+    )

@@ -1,0 +1,42 @@
+"""The recurrent form: one token after another, with a backward that keeps few states."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from deltanet_jax.core.recurrence import Problem, decay_with_resets, start_state, step
+from deltanet_jax.ops.layout import join_time, split_time
+
+__all__ = ["recurrent"]
+
+
+def recurrent(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """A scan over tokens inside a checkpointed scan over blocks of tokens.
+
+    The backward pass keeps the state at the start of each block and recomputes the states
+    inside one block at a time. `chunk_size` is the length of a block; its default, about
+    `sqrt(T)`, keeps the fewest states.
+    """
+    problem = problem.with_repeated_keys()
+    T = problem.q.shape[1]
+    size = min(chunk_size or max(1, math.isqrt(T)), T)
+    tokens = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
+    blocks = jax.tree.map(partial(split_time, size=size), tokens)
+    body = jax.checkpoint(_block, prevent_cse=False)
+    final_state, o = jax.lax.scan(body, start_state(problem), blocks)
+    o = join_time(o)[:, :T] * problem.scale
+    return o.astype(problem.v.dtype), final_state
+
+
+def _block(
+    state: jax.Array, tokens: tuple[jax.Array | None, ...]
+) -> tuple[jax.Array, jax.Array]:
+    def token(state: jax.Array, x: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
+        o, state = step(state, *x)
+        return state, o
+
+    time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    state, o = jax.lax.scan(token, state, time_first)
+    return state, jnp.moveaxis(o, 0, 1)

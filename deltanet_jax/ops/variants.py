@@ -1,0 +1,121 @@
+"""The implementations: one table, and the choice among its rows."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+
+from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.kernels import mosaic_gpu, mosaic_tpu
+from deltanet_jax.ops.associative import associative
+from deltanet_jax.ops.chunkwise import chunkwise, chunkwise_solve
+from deltanet_jax.ops.recurrent import recurrent
+
+__all__ = ["IMPLEMENTATIONS", "Algorithm", "Implementation", "choose", "reason_against", "run"]
+
+Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
+Implementation = str | Algorithm
+
+KERNELS = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
+SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
+
+
+def _pallas(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """The kernels of this platform; elsewhere the TPU kernel in the interpreter."""
+    platform = _platform(problem)
+    kernels = KERNELS.get(platform, mosaic_tpu)
+    return kernels.chunkwise(problem, chunk_size, interpret=platform not in KERNELS)
+
+
+IMPLEMENTATIONS: dict[str, Algorithm] = {
+    "recurrent": recurrent,
+    "associative": associative,
+    "chunkwise": chunkwise,
+    "chunkwise_solve": chunkwise_solve,
+    "pallas": _pallas,
+}
+
+
+def choose(
+    implementation: Implementation | Sequence[Implementation] | None,
+    problem: Problem,
+    chunk_size: int | None,
+) -> Algorithm:
+    """The algorithm that a call gets.
+
+    Raises:
+        ValueError: If a name is unknown or a sequence is empty.
+        NotImplementedError: If nothing that was named can run this call; `None` always can.
+    """
+    if implementation is None:
+        return _choose_best(problem, chunk_size)
+    if isinstance(implementation, str) or callable(implementation):
+        reason = reason_against(implementation, problem, chunk_size)
+        if reason is not None:
+            raise NotImplementedError(f"`implementation={implementation!r}`: {reason}")
+        return _lookup(implementation)
+    return _choose_first(implementation, problem, chunk_size)
+
+
+def reason_against(
+    implementation: Implementation, problem: Problem, chunk_size: int | None
+) -> str | None:
+    """Why this one implementation cannot run the call, or `None` if it can."""
+    if _lookup(implementation) is not _pallas:
+        return None
+    return KERNELS.get(_platform(problem), mosaic_tpu).why_not(problem, chunk_size)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "chunk_size"))
+def run(
+    problem: Problem, *, algorithm: Algorithm, chunk_size: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Run a chosen algorithm, compiled once per shape also where the caller is not under `jit`."""
+    return algorithm(problem, chunk_size)
+
+
+def _lookup(implementation: Implementation) -> Algorithm:
+    if callable(implementation):
+        return implementation
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"`implementation` must be one of {sorted(IMPLEMENTATIONS)}, a callable, a sequence "
+            f"of these or None; got {implementation!r}"
+        )
+    return IMPLEMENTATIONS[implementation]
+
+
+def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
+    on_hardware = _platform(problem) in KERNELS
+    if problem.q.shape[1] <= SHORT:
+        return recurrent
+    if on_hardware and reason_against("pallas", problem, chunk_size) is None:
+        return _pallas
+    return chunkwise
+
+
+def _choose_first(
+    candidates: Sequence[Implementation], problem: Problem, chunk_size: int | None
+) -> Algorithm:
+    if not candidates:
+        raise ValueError("`implementation` must name at least one candidate; got an empty sequence")
+    algorithms = [_lookup(name) for name in candidates]
+    reasons = []
+    for name, algorithm in zip(candidates, algorithms, strict=True):
+        if algorithm is _pallas and _platform(problem) not in KERNELS:
+            reason = f"its kernels need a GPU or a TPU; this call runs on {_platform(problem)}"
+        else:
+            reason = reason_against(name, problem, chunk_size)
+        if reason is None:
+            return algorithm
+        reasons.append(f"{name!r}: {reason}")
+    raise NotImplementedError("no candidate of `implementation` can run: " + "; ".join(reasons))
+
+
+def _platform(problem: Problem) -> str:
+    """Where the call will run: the device of its inputs if they have one, else the default."""
+    if not isinstance(problem.q, jax.core.Tracer) and isinstance(problem.q, jax.Array):
+        platform = next(iter(problem.q.devices())).platform
+    else:
+        platform = jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
