@@ -19,9 +19,9 @@ from jaxtyping import Array, Float
 from deltanet_jax.core.affine import AffineMap
 from deltanet_jax.core.decay import decay_from_start, decay_to_end, scores, total_decay
 from deltanet_jax.core.recurrence import dot
-from deltanet_jax.core.wy import unit_lower_inverse
+from deltanet_jax.core.wy import unit_lower_solve
 
-__all__ = ["Chunk", "SolveForm", "WYForm", "chunk_map", "prepare_solve", "prepare_wy", "read"]
+__all__ = ["Chunk", "WYForm", "chunk_map", "prepare_wy", "read", "solve_writes", "write"]
 
 Precision = jax.lax.Precision | None
 
@@ -40,10 +40,9 @@ def _scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
     return x if decay is None else x * decay
 
 
-def _inverse(chunk: Chunk, precision: Precision) -> Float[Array, "*B C C"]:
-    """`(I + L)^-1`."""
-    products = scores(chunk.k, chunk.k, chunk.g, strict=True, precision=precision)
-    return unit_lower_inverse(chunk.beta * products)
+def _strict_products(chunk: Chunk, precision: Precision) -> Float[Array, "*B C C"]:
+    """`L = stril(beta_i P(k,k)_ij)`."""
+    return chunk.beta * scores(chunk.k, chunk.k, chunk.g, strict=True, precision=precision)
 
 
 class WYForm(NamedTuple):
@@ -67,48 +66,39 @@ class WYForm(NamedTuple):
         return _scale(state, self.total) + dot("...ck,...cv->...kv", self.keys, writes, precision)
 
 
-class SolveForm(NamedTuple):
-    """Form 1: the system is solved with the incoming state; no `W` and no `U` in memory."""
-
-    inverse: Float[Array, "*B C C"]  # (I + L)^-1
-    beta: Float[Array, "*B C 1"]
-    v: Float[Array, "*B C V"]
-    keys_in: Float[Array, "*B C K"]  # k*exp(b)
-    keys: Float[Array, "*B C K"]
-    total: Float[Array, "*B D 1"] | None
-
-    advance = WYForm.advance
-
-    def writes(self, state: Float[Array, "*B K V"], precision: Precision) -> jax.Array:
-        """`U~ = (I + L)^-1 (beta * (v - (k*exp(b)) S))`."""
-        error = self.v - dot("...ck,...kv->...cv", self.keys_in, state, precision)
-        return dot("...ij,...jv->...iv", self.inverse, self.beta * error, precision)
-
-
 def prepare_wy(chunk: Chunk, precision: Precision) -> WYForm:
     """Form 2 of a chunk; also the only form of a member without the delta rule."""
     keys, total = _scale(chunk.k, decay_to_end(chunk.g)), total_decay(chunk.g)
     if chunk.beta is None:
         return WYForm(None, chunk.v, keys, total)
-    inverse = _inverse(chunk, precision)
     keys_in = _scale(chunk.k, decay_from_start(chunk.g))
-    W = dot("...ij,...jk->...ik", inverse, chunk.beta * keys_in, precision)
-    U = dot("...ij,...jv->...iv", inverse, chunk.beta * chunk.v, precision)
-    return WYForm(W, U, keys, total)
+    rhs = jnp.concatenate([chunk.beta * keys_in, chunk.beta * chunk.v], axis=-1)
+    factors = unit_lower_solve(_strict_products(chunk, precision), rhs)
+    K = chunk.k.shape[-1]
+    return WYForm(factors[..., :K], factors[..., K:], keys, total)
 
 
-def prepare_solve(chunk: Chunk, precision: Precision) -> SolveForm | WYForm:
-    """Form 1 of a chunk; without the delta rule there is nothing to solve and the forms agree."""
+def solve_writes(
+    chunk: Chunk, state: Float[Array, "*B K V"], precision: Precision
+) -> Float[Array, "*B C V"]:
+    """Form 1, `(I + L) U~ = beta * (v - (k*exp(b)) S)`: solved with the incoming state."""
     if chunk.beta is None:
-        return prepare_wy(chunk, precision)
-    return SolveForm(
-        inverse=_inverse(chunk, precision),
-        beta=chunk.beta,
-        v=chunk.v,
-        keys_in=_scale(chunk.k, decay_from_start(chunk.g)),
-        keys=_scale(chunk.k, decay_to_end(chunk.g)),
-        total=total_decay(chunk.g),
-    )
+        return chunk.v
+    keys_in = _scale(chunk.k, decay_from_start(chunk.g))
+    error = chunk.v - dot("...ck,...kv->...cv", keys_in, state, precision)
+    return unit_lower_solve(_strict_products(chunk, precision), chunk.beta * error)
+
+
+def write(
+    chunk: Chunk,
+    state: Float[Array, "*B K V"],
+    writes: Float[Array, "*B C V"],
+    precision: Precision,
+) -> Float[Array, "*B K V"]:
+    """`S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U~`."""
+    keys_out = _scale(chunk.k, decay_to_end(chunk.g))
+    new = dot("...ck,...cv->...kv", keys_out, writes, precision)
+    return _scale(state, total_decay(chunk.g)) + new
 
 
 def read(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-__all__ = ["unit_lower_inverse"]
+__all__ = ["unit_lower_inverse", "unit_lower_solve"]
 
 BLOCK = 16  # rows solved one by one before blocks are merged
 
@@ -40,6 +40,25 @@ def _unit_lower_inverse_jvp(
     inverse = unit_lower_inverse(primals[0])
     tangent = _matmul(_matmul(inverse, jnp.tril(tangents[0], -1)), inverse)
     return inverse, -tangent
+
+
+@jax.custom_jvp
+def unit_lower_solve(
+    strict: Float[Array, "*B C C"], rhs: Float[Array, "*B C V"]
+) -> Float[Array, "*B C V"]:
+    """`(I + L)^-1 R`, with a derivative that costs two products and never touches `dT`."""
+    return _matmul(unit_lower_inverse(strict), rhs)
+
+
+@unit_lower_solve.defjvp
+def _unit_lower_solve_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`dX = (I + L)^-1 (dR - dL X)`."""
+    inverse = unit_lower_inverse(primals[0])
+    solution = _matmul(inverse, primals[1])
+    change = tangents[1] - _matmul(jnp.tril(tangents[0], -1), solution)
+    return solution, _matmul(inverse, change)
 
 
 def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from deltanet_jax.core.affine import AffineMap, apply, compose, token_maps
 from deltanet_jax.core.chunk import chunk_map, prepare_wy, read
 from deltanet_jax.core.recurrence import Problem, decay_with_resets, dot, start_state
-from deltanet_jax.ops.layout import as_chunk, split_time
+from deltanet_jax.ops.layout import as_chunks, from_chunks, tokens_of
 
 __all__ = ["associative"]
 
@@ -50,17 +50,11 @@ def _over_tokens(problem: Problem) -> tuple[jax.Array, jax.Array]:
 
 
 def _over_chunks(problem: Problem, chunk_size: int) -> tuple[jax.Array, jax.Array]:
-    T = problem.q.shape[1]
-    tokens = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
-    padded = -(-T // chunk_size) * chunk_size
-    whole = jax.tree.map(lambda x: split_time(x, padded)[0], tokens)
-    chunk = as_chunk(whole, chunk_size)
-    form = prepare_wy(chunk, problem.precision)
+    chunks = as_chunks(tokens_of(problem), chunk_size)
+    form = prepare_wy(chunks, problem.precision)
     start = start_state(problem)
     after = _prefix_states(chunk_map(form, problem.precision), start, 0, problem.precision)
     incoming = jnp.concatenate([start[None], after[:-1]])
     writes = form.writes(incoming, problem.precision)
-    o = read(chunk, incoming, writes, problem.precision)  # [N, B, H, C, V]
-    N, B, H, C, V = o.shape
-    o = o.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)[:, :T]
-    return o, after[-1]
+    o = read(chunks, incoming, writes, problem.precision)
+    return from_chunks(o)[:, : problem.q.shape[1]], after[-1]

@@ -1,8 +1,7 @@
 """The chunkwise forms in plain XLA: parallel inside chunks, serial across them.
 
-The sequence is cut into segments of several chunks. Inside a segment everything that does
-not depend on the state is computed for all its chunks at once; only the segment's incoming
-state is kept for the backward pass, which prepares the segment again.
+Both keep only one state per segment or chunk for the backward pass and compute the rest
+again, so temporary memory does not grow with what a chunk needs.
 """
 
 from collections.abc import Callable
@@ -10,76 +9,68 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from deltanet_jax.core.chunk import (
-    Chunk,
-    SolveForm,
-    WYForm,
-    prepare_solve,
-    prepare_wy,
-    read,
-)
-from deltanet_jax.core.recurrence import Problem, decay_with_resets, start_state
-from deltanet_jax.ops.layout import as_chunk, join_time, split_time
+from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy, read, solve_writes, write
+from deltanet_jax.core.recurrence import Problem, start_state
+from deltanet_jax.ops.layout import as_chunks, from_chunks, join_time, split_time, tokens_of
 
 __all__ = ["chunkwise", "chunkwise_solve"]
 
 DEFAULT_CHUNK = 64
-SEGMENT_TOKENS = 512  # of all chunks prepared together
+SEGMENT_TOKENS = 512  # of all chunks that form 2 prepares together
 
-Prepare = Callable[[Chunk, jax.lax.Precision | None], WYForm | SolveForm]
+State = Float[Array, "B H K V"]
+Precision = jax.lax.Precision | None
 
 
 def chunkwise(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Form 2 (WY): `W` and `U` of all chunks in parallel, two products per chunk in series."""
-    return _run(problem, chunk_size, prepare_wy)
+    """Form 2 (WY): `W` and `U` of many chunks in parallel, two products per chunk in series."""
+    T = problem.q.shape[1]
+    C = min(chunk_size or DEFAULT_CHUNK, T)
+    segment = max(1, min(SEGMENT_TOKENS, T) // C) * C
+    return _scan_blocks(problem, segment, partial(_wy_segment, chunk_size=C))
 
 
 def chunkwise_solve(
     problem: Problem, chunk_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Form 1: the triangular system is applied to the error under the incoming state."""
-    return _run(problem, chunk_size, prepare_solve)
+    """Form 1: each chunk's triangular system is solved with the state that comes in."""
+    C = min(chunk_size or DEFAULT_CHUNK, problem.q.shape[1])
+    return _scan_blocks(problem, C, _solve_chunk)
 
 
-def _run(
-    problem: Problem, chunk_size: int | None, prepare: Prepare
-) -> tuple[jax.Array, jax.Array]:
+def _scan_blocks(problem: Problem, size: int, block: Callable) -> tuple[jax.Array, jax.Array]:
+    """Pass the state through blocks of `size` tokens, keeping only it for the backward pass."""
     problem = problem.with_repeated_keys()
-    T = problem.q.shape[1]
-    C = min(chunk_size or DEFAULT_CHUNK, T)
-    chunks = max(1, min(SEGMENT_TOKENS, T) // C)
-    tokens = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
-    segments = jax.tree.map(partial(split_time, size=chunks * C), tokens)
-    body = jax.checkpoint(
-        partial(_segment, chunk_size=C, prepare=prepare, precision=problem.precision),
-        prevent_cse=False,
-    )
-    final_state, o = jax.lax.scan(body, start_state(problem), segments)
-    o = join_time(o)[:, :T] * problem.scale
+    blocks = jax.tree.map(lambda x: split_time(x, size), tokens_of(problem))
+    body = jax.checkpoint(partial(block, precision=problem.precision), prevent_cse=False)
+    final_state, o = jax.lax.scan(body, start_state(problem), blocks)
+    o = join_time(o)[:, : problem.q.shape[1]] * problem.scale
     return o.astype(problem.v.dtype), final_state
 
 
-def _segment(
-    state: jax.Array,
-    tokens: tuple[jax.Array | None, ...],
-    *,
-    chunk_size: int,
-    prepare: Prepare,
-    precision: jax.lax.Precision | None,
-) -> tuple[jax.Array, jax.Array]:
-    """One segment: prepare all chunks, pass the state through them, read all outputs."""
-    chunk = as_chunk(tokens, chunk_size)
-    with jax.named_scope("prepare"):
-        form = prepare(chunk, precision)
+def _solve_chunk(state: State, tokens: Chunk, *, precision: Precision) -> tuple[State, jax.Array]:
+    """One chunk, from tokens `[B, C, H, *]`."""
+    chunk = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), tokens)
+    writes = solve_writes(chunk, state, precision)
+    o = read(chunk, state, writes, precision)
+    return write(chunk, state, writes, precision), jnp.swapaxes(o, 1, 2)
 
-    def advance(state: jax.Array, form: WYForm | SolveForm) -> tuple[jax.Array, tuple]:
+
+def _wy_segment(
+    state: State, tokens: Chunk, *, chunk_size: int, precision: Precision
+) -> tuple[State, jax.Array]:
+    """One segment: prepare all its chunks, pass the state through them, read all outputs."""
+    chunks = as_chunks(tokens, chunk_size)
+    with jax.named_scope("prepare"):
+        form = prepare_wy(chunks, precision)
+
+    def advance(state: State, form: WYForm) -> tuple[State, tuple[State, jax.Array]]:
         writes = form.writes(state, precision)
         return form.advance(state, writes, precision), (state, writes)
 
     with jax.named_scope("states"):
         state, (states, writes) = jax.lax.scan(advance, state, form)
     with jax.named_scope("outputs"):
-        o = read(chunk, states, writes, precision)  # [N, B, H, C, V]
-    N, B, H, C, V = o.shape
-    return state, o.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)
+        return state, from_chunks(read(chunks, states, writes, precision))

@@ -1,24 +1,24 @@
-"""Cutting the time axis: segments for the outer scan, chunks inside them."""
+"""Cutting the time axis: blocks of tokens for a scan, chunks for the chunk algebra."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from deltanet_jax.core.chunk import Chunk
+from deltanet_jax.core.recurrence import Problem, decay_with_resets
 
-__all__ = ["as_chunk", "join_time", "split_time"]
+__all__ = ["as_chunks", "from_chunks", "join_time", "split_time", "tokens_of"]
 
 
 def split_time(x: Float[Array, "B T *rest"], size: int) -> Float[Array, "M B size *rest"]:
-    """Pad time with zeros to a multiple of `size` and put the pieces on a leading axis.
+    """Blocks of `size` tokens on a leading axis, the last one padded with zeros.
 
     A token of zeros is a no-op for every member: it writes nothing and decays nothing.
     """
     B, T, *rest = x.shape
-    pieces = -(-T // size)
-    if pieces * size != T:
-        x = jnp.pad(x, [(0, 0), (0, pieces * size - T)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(x.reshape(B, pieces, size, *rest), 1, 0)
+    if T % size:
+        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * len(rest))
+    return jnp.moveaxis(x.reshape(B, -1, size, *rest), 1, 0)
 
 
 def join_time(x: Float[Array, "M B size *rest"]) -> Float[Array, "B T *rest"]:
@@ -27,14 +27,18 @@ def join_time(x: Float[Array, "M B size *rest"]) -> Float[Array, "B T *rest"]:
     return jnp.moveaxis(x, 0, 1).reshape(B, M * size, *rest)
 
 
-def as_chunk(tokens: tuple[jax.Array | None, ...], chunk_size: int) -> Chunk:
-    """`(q, k, v, g, beta)` of `[B, N*C, H, *]` as chunks `[N, B, H, C, *]`."""
-    return Chunk(*(None if x is None else _split(x, chunk_size) for x in tokens))
+def tokens_of(problem: Problem) -> Chunk:
+    """The problem's tokens, time on axis 1, with gates as columns."""
+    g, beta = decay_with_resets(problem), problem.beta
+    columns = [x if x is None or x.ndim == 4 else x[..., None] for x in (g, beta)]
+    return Chunk(problem.q, problem.k, problem.v, *columns)
 
 
-def _split(x: jax.Array, chunk_size: int) -> Float[Array, "N B H C D"]:
-    if x.ndim == 3:
-        x = x[..., None]
-    B, T, H, D = x.shape
-    x = x.reshape(B, T // chunk_size, chunk_size, H, D)
-    return x.transpose(1, 0, 3, 2, 4)
+def as_chunks(tokens: Chunk, chunk_size: int) -> Chunk:
+    """`[B, N*C, H, *]` as chunks `[N, B, H, C, *]`, the last one padded."""
+    return jax.tree.map(lambda x: jnp.swapaxes(split_time(x, chunk_size), 2, 3), tokens)
+
+
+def from_chunks(o: Float[Array, "N B H C V"]) -> Float[Array, "B T H V"]:
+    """The outputs of chunks on one time axis, padding included."""
+    return join_time(jnp.swapaxes(o, 2, 3))
