@@ -1,0 +1,40 @@
+"""Set up JAX for the tests: CPU with eight devices, and shapes checked at run time."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+# The mathematics is checked against its shape annotations; the public functions check their
+# callers themselves, with errors that the tests expect.
+from jaxtyping import install_import_hook
+
+with install_import_hook("deltanet_jax.core", "beartype.beartype"):
+    import deltanet_jax.core.affine
+    import deltanet_jax.core.chunk
+    import deltanet_jax.core.decay
+    import deltanet_jax.core.recurrence
+    import deltanet_jax.core.reference
+    import deltanet_jax.core.wy  # noqa: F401
+
+import jax
+import matplotlib as mpl
+import pytest
+from hypothesis import settings
+
+mpl.use("Agg")
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=20)
+settings.load_profile("repeatable")
+
+HARDWARE = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs hardware that is not here, and say so."""
+    platform = jax.default_backend()
+    for item in items:
+        for marker, what in HARDWARE.items():
+            if item.get_closest_marker(marker) and platform != marker:
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}; this is a {platform}"))
