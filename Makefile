@@ -36,7 +36,7 @@ lint: $(READY)  ## style, types and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=. $(BIN)/lint-imports
 
 format: $(READY)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

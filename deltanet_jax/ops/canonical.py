@@ -3,6 +3,7 @@
 Every message names the argument, what came and what was wanted.
 """
 
+import math
 import operator
 
 import jax
@@ -67,7 +68,7 @@ def canonical_chunk_size(chunk_size: object) -> int | None:
 def canonical_scale(scale: object, K: int) -> float:
     """A Python float; `K**-0.5` by default."""
     if scale is None:
-        return K**-0.5
+        return 1 / math.sqrt(K)
     try:
         return float(scale)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import jax
 
@@ -16,15 +17,30 @@ __all__ = ["IMPLEMENTATIONS", "Algorithm", "Implementation", "choose", "reason_a
 Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
 Implementation = str | Algorithm
 
-KERNELS = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
+
+class Kernels(Protocol):
+    """What a package of kernels offers."""
+
+    def why_not(self, problem: Problem, chunk_size: int | None) -> str | None: ...
+
+    def chunkwise(
+        self, problem: Problem, chunk_size: int | None = None, *, interpret: bool = False
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+KERNELS: dict[str, Kernels] = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
 SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
+
+
+def _kernels(platform: str) -> Kernels:
+    return KERNELS.get(platform, mosaic_tpu)
 
 
 def _pallas(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
     """The kernels of this platform; elsewhere the TPU kernel in the interpreter."""
     platform = _platform(problem)
-    kernels = KERNELS.get(platform, mosaic_tpu)
-    return kernels.chunkwise(problem, chunk_size, interpret=platform not in KERNELS)
+    run_kernels = _kernels(platform).chunkwise
+    return run_kernels(problem, chunk_size, interpret=platform not in KERNELS)
 
 
 IMPLEMENTATIONS: dict[str, Algorithm] = {
@@ -63,7 +79,7 @@ def reason_against(
     """Why this one implementation cannot run the call, or `None` if it can."""
     if _lookup(implementation) is not _pallas:
         return None
-    return KERNELS.get(_platform(problem), mosaic_tpu).why_not(problem, chunk_size)
+    return _kernels(_platform(problem)).why_not(problem, chunk_size)
 
 
 @partial(jax.jit, static_argnames=("algorithm", "chunk_size"))
@@ -103,9 +119,9 @@ def _choose_first(
     reasons = []
     for name, algorithm in zip(candidates, algorithms, strict=True):
         if algorithm is _pallas and _platform(problem) not in KERNELS:
-            reason = f"its kernels need a GPU or a TPU; this call runs on {_platform(problem)}"
-        else:
-            reason = reason_against(name, problem, chunk_size)
+            reasons.append(f"{name!r}: its kernels need a GPU or a TPU")
+            continue
+        reason = reason_against(name, problem, chunk_size)
         if reason is None:
             return algorithm
         reasons.append(f"{name!r}: {reason}")
