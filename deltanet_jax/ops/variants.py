@@ -102,12 +102,14 @@ def _lookup(implementation: Implementation) -> Algorithm:
 
 
 def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
-    on_hardware = _platform(problem) in KERNELS
+    """What measured best: see `docs/choosing.md`."""
+    platform = _platform(problem)
     if problem.q.shape[1] <= SHORT:
         return recurrent
-    if on_hardware and reason_against("pallas", problem, chunk_size) is None:
+    if platform in KERNELS and reason_against("pallas", problem, chunk_size) is None:
         return _pallas
-    return chunkwise
+    # Form 1 does the least arithmetic; form 2 has the shortest serial chain.
+    return chunkwise_solve if platform == "cpu" else chunkwise
 
 
 def _choose_first(
