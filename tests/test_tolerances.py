@@ -31,7 +31,7 @@ def test_metric_of_nothing_is_zero():
 def test_assertion_refuses_what_is_not_finite(bad):
     x = REFERENCE.copy()
     x[1, 0] = bad
-    with pytest.raises(AssertionError, match=r"dk.*\[1, 0\].*1 of 4 not finite"):
+    with pytest.raises(AssertionError, match="dk: 1 of 4 elements are not finite"):
         assert_close("dk", x, REFERENCE, 1e30)
 
 
@@ -41,7 +41,7 @@ def test_assertion_refuses_a_reference_that_is_not_finite():
 
 
 def test_assertion_refuses_another_shape():
-    with pytest.raises(AssertionError, match=r"o: shape \(2,\), expected \(2, 2\)"):
+    with pytest.raises(AssertionError, match=r"o: \(2,\) vs \(2, 2\)"):
         assert_close("o", np.zeros(2), np.zeros((2, 2)), 1.0)
 
 
