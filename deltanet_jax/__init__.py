@@ -1,5 +1,6 @@
 """Delta-rule linear attention in JAX: one family, three interchangeable parallel forms."""
 
+from deltanet_jax._version import __version__
 from deltanet_jax.ops.api import (
     delta_rule,
     gated_delta_rule,
@@ -12,6 +13,7 @@ from deltanet_jax.ops.api import (
 )
 
 __all__ = [
+    "__version__",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear_attention",

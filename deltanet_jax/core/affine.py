@@ -27,8 +27,8 @@ def _left_multiply(A: jax.Array, X: jax.Array, precision: jax.lax.Precision | No
 
 
 def apply(
-    map_: AffineMap, state: Float[Array, "*B K V"], precision: jax.lax.Precision | None
-) -> Float[Array, "*B K V"]:
+    map_: AffineMap, state: Float[Array, "*#B K V"], precision: jax.lax.Precision | None
+) -> Float[Array, "*#B K V"]:
     """`A S + B`."""
     return _left_multiply(map_.A, state, precision) + map_.B
 

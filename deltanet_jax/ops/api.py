@@ -372,7 +372,7 @@ def why_not(
 ) -> str | None:
     """Why this implementation cannot run this call, or `None` if it can.
 
-    Takes the arguments of `linear_attention`, as arrays or as `jax.ShapeDtypeStruct`s;
+    Takes the arguments of `linear_attention`, as arrays or `jax.ShapeDtypeStruct` objects;
     nothing is computed.
 
     Raises:
