@@ -50,10 +50,15 @@ def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, 
     """Pass the state through blocks of `size` tokens, keeping only it for the backward pass."""
     problem = problem.with_repeated_keys()
     blocks = map_tokens(lambda x: split_time(x, size), tokens_of(problem))
-    body = jax.checkpoint(partial(block, precision=problem.precision), prevent_cse=False)
+
+    # Scaled and rounded block by block: no pass over the whole output in the wider type.
+    def body(state: State, tokens: Chunk) -> tuple[State, jax.Array]:
+        state, o = block(state, tokens, precision=problem.precision)
+        return state, (o * problem.scale).astype(problem.v.dtype)
+
+    body = jax.checkpoint(body, prevent_cse=False)
     final_state, o = jax.lax.scan(body, start_state(problem), blocks)
-    o = join_time(o)[:, : problem.q.shape[1]] * problem.scale
-    return o.astype(problem.v.dtype), final_state
+    return join_time(o)[:, : problem.q.shape[1]], final_state
 
 
 def _solve_chunk(state: State, tokens: Chunk, *, precision: Precision) -> tuple[State, jax.Array]:
