@@ -88,7 +88,11 @@ def solve_writes(
         return chunk.v
     keys_in = _scale(chunk.k, decay_from_start(chunk.g))
     error = chunk.v - dot("...ck,...kv->...cv", keys_in, state, precision)
-    return unit_lower_solve(_system(chunk, chunk.beta, precision), chunk.beta * error)
+    # Spread by a product with ones: its transpose, the sum over V that makes dbeta, is then a
+    # matrix product too, several times faster on a CPU than a reduction of this size.
+    spread = jnp.ones((1, error.shape[-1]), error.dtype)
+    beta = dot("...co,ov->...cv", chunk.beta, spread, jax.lax.Precision.HIGHEST)
+    return unit_lower_solve(_system(chunk, chunk.beta, precision), beta * error)
 
 
 def write(
