@@ -1,5 +1,11 @@
 """Delta-rule linear attention in JAX: one family, three interchangeable parallel forms."""
 
+from deltanet_jax.layers import (
+    AssociativeDeltaNet,
+    ChunkwiseDeltaNet,
+    DeltaNet,
+    RecurrentDeltaNet,
+)
 from deltanet_jax.ops.api import (
     delta_rule,
     gated_delta_rule,
@@ -12,6 +18,10 @@ from deltanet_jax.ops.api import (
 )
 
 __all__ = [
+    "AssociativeDeltaNet",
+    "ChunkwiseDeltaNet",
+    "DeltaNet",
+    "RecurrentDeltaNet",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear_attention",
