@@ -1,6 +1,12 @@
 """Delta-rule linear attention in JAX: one family, three interchangeable parallel forms."""
 
 from deltanet_jax._version import __version__
+from deltanet_jax.layers.delta_net import (
+    AssociativeDeltaNet,
+    ChunkwiseDeltaNet,
+    DeltaNet,
+    RecurrentDeltaNet,
+)
 from deltanet_jax.ops.api import (
     delta_rule,
     gated_delta_rule,
@@ -13,6 +19,10 @@ from deltanet_jax.ops.api import (
 )
 
 __all__ = [
+    "AssociativeDeltaNet",
+    "ChunkwiseDeltaNet",
+    "DeltaNet",
+    "RecurrentDeltaNet",
     "__version__",
     "delta_rule",
     "gated_delta_rule",
