@@ -104,7 +104,8 @@ def test_implementation_of_the_base_overrides_the_class_attribute():
         return jnp.zeros((B, T, HV, V)), jnp.zeros((B, HV, problem.k.shape[-1], V))
 
     layer = DeltaNet(HIDDEN, HEADS, implementation=spy, chunk_size=3, rngs=nnx.Rngs(0))
-    assert np.all(np.asarray(layer(inputs())) == 0) and seen == [3]
+    assert np.all(np.asarray(layer(inputs())) == 0)
+    assert seen == [3]
     assert DeltaNet.implementation is None
     several = DeltaNet(HIDDEN, HEADS, implementation=["pallas", "recurrent"], rngs=nnx.Rngs(0))
     assert several.implementation == ("pallas", "recurrent")
@@ -162,9 +163,12 @@ def test_gates_reach_the_operator_with_their_signs_and_ranges(monkeypatch):
         y = layer(inputs())
         q, k, v, kwargs = calls.pop()
         g, beta = kwargs["g"], kwargs["beta"]
-        assert g.ndim == rank and g.shape[2] == 4
-        assert float(g.max()) < 0 and float(g.min()) > -16 * 6
-        assert float(beta.min()) > 0 and 1 < float(beta.max()) < 2
+        assert g.ndim == rank
+        assert g.shape[2] == 4
+        assert float(g.max()) < 0
+        assert float(g.min()) > -16 * 6
+        assert float(beta.min()) > 0
+        assert 1 < float(beta.max()) < 2
         close(jnp.linalg.norm(k, axis=-1), np.ones(k.shape[:3]), 1e-4)
         o, _ = reference.recurrence(*map(np.asarray, (q, k, v)), g=g, beta=beta)
         close(y, layer._output(jnp.asarray(o, jnp.float32), inputs()), 1e-5)

@@ -43,7 +43,9 @@ def value_and_grads(layer, x, mask=None, segment_ids=None):
 
 def assert_close(actual, desired, atol=1e-6):
     """Equal to `atol`, absolute where values are small and relative where they are large."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=atol), actual, desired)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=atol), actual, desired
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -132,9 +134,13 @@ def test_packed_sequences_equal_separate_ones(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_no_gradient_crosses_a_segment_border(module):
     layer, x = make(module), sequences(1, sum(LENGTHS))
-    last = lambda x: jnp.sum(layer(x, segment_ids=jnp.asarray(IDS))[:, -1])
+
+    def last(x):
+        return jnp.sum(layer(x, segment_ids=jnp.asarray(IDS))[:, -1])
+
     dx = np.asarray(jax.grad(last)(x))
-    assert np.all(dx[:, : -LENGTHS[-1]] == 0) and np.all(np.any(dx[:, -LENGTHS[-1] :] != 0, -1))
+    assert np.all(dx[:, : -LENGTHS[-1]] == 0)
+    assert np.all(np.any(dx[:, -LENGTHS[-1] :] != 0, -1))
 
 
 def test_mask_and_segments_together_are_packing_of_the_real_tokens():

@@ -29,7 +29,8 @@ def test_norms_keep_direction_and_fix_length(values):
 def test_norms_compute_in_float32_and_zero_rows_have_finite_gradients(name, dtype):
     norm = norms.NORMS[name]
     zero = jnp.zeros((2, 5), dtype)
-    assert norm(zero).dtype == jnp.float32 and np.all(np.asarray(norm(zero)) == 0)
+    assert norm(zero).dtype == jnp.float32
+    assert np.all(np.asarray(norm(zero)) == 0)
     assert np.all(np.isfinite(np.asarray(jax.grad(lambda x: jnp.sum(norm(x)))(zero))))
     # The squares of these overflow float16.
     large = jnp.full((1, 4), 3e4, dtype)
@@ -96,6 +97,10 @@ def test_next_inputs_are_the_last_ones_read(width):
 def test_convolution_does_not_spread_nan_over_a_border():
     x = jnp.ones((1, 6, 2)).at[:, 2].set(jnp.nan)
     runs = jnp.array([[0, 0, 0, 1, 1, 1]])
-    loss = lambda x: jnp.sum(causal_convolution(x, jnp.ones((3, 2)), None, runs)[:, 3:])
+
+    def loss(x):
+        return jnp.sum(causal_convolution(x, jnp.ones((3, 2)), None, runs)[:, 3:])
+
     value, dx = jax.value_and_grad(loss)(x)
-    assert value == 2 * (1 + 2 + 3) and np.all(np.isfinite(dx))
+    assert value == 2 * (1 + 2 + 3)
+    assert np.all(np.isfinite(dx))
