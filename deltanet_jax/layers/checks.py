@@ -38,9 +38,7 @@ def check_input(x: object, hidden_size: int) -> jax.Array:
     return jnp.asarray(x)
 
 
-def check_per_token(
-    name: str, x: object, shape: tuple[int, int], kind: type[np.generic]
-) -> jax.Array | None:
+def check_per_token(name: str, x: object, shape: tuple[int, ...], kind: type) -> jax.Array | None:
     """An array `[B, T]` of this kind of dtype, or `None`."""
     if x is None:
         return None

@@ -19,10 +19,13 @@ from deltanet_jax.layers.gates import DecayParameters, bounded_strength, write_s
 from deltanet_jax.layers.norms import NORMS, RMSNorm
 from deltanet_jax.layers.options import LayerOptions, check_implementation
 from deltanet_jax.layers.padding import Packing, pack, runs_of
-from deltanet_jax.layers.parameters import EMBED, HEADS, projection
+from deltanet_jax.layers.parameters import EMBED, HEADS, LinearPrecision, projection
 from deltanet_jax.ops.api import Choice, linear_attention
 
 __all__ = ["AssociativeDeltaNet", "ChunkwiseDeltaNet", "DeltaNet", "RecurrentDeltaNet"]
+
+
+LECUN_NORMAL = nnx.initializers.lecun_normal()
 
 
 class DeltaNet(nnx.Module):
@@ -65,8 +68,8 @@ class DeltaNet(nnx.Module):
         implementation: Choice = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
+        precision: LinearPrecision = None,
+        kernel_init: nnx.Initializer = LECUN_NORMAL,
         rngs: nnx.Rngs,
     ) -> None:
         """Make a layer; parameters start as `kernel_init` says, `lecun_normal` by default.
@@ -270,7 +273,8 @@ class DeltaNet(nnx.Module):
         heads = (o.num_heads, o.num_heads, o.value_heads)
         features = partial(_key_features, options=o)
         activations = (features, features, _value_features)
-        convs = past = (None, None, None)
+        convs: tuple[ShortConvolution | None, ...] = (None, None, None)
+        past: tuple[jax.Array | None, ...] = (None, None, None)
         if o.conv_size is not None:
             convs = (self.q_conv, self.k_conv, self.v_conv)
             past = past if cache is None else cache[1:]
@@ -281,6 +285,7 @@ class DeltaNet(nnx.Module):
         inputs = [
             next_inputs(y, o.conv_size, before, lengths)
             for y, before in zip(projected, past, strict=True)
+            if before is not None
         ]
         return q, k, v, tuple(inputs)
 
@@ -339,7 +344,8 @@ def _activate(
             y = causal_convolution(y, kernel, inputs, runs)
         return activation(y.reshape(*y.shape[:2], heads, -1)).astype(x.dtype)
 
-    return activate(projected, None if conv is None else conv.kernel[...])
+    y: jax.Array = activate(projected, None if conv is None else conv.kernel[...])
+    return y
 
 
 class RecurrentDeltaNet(DeltaNet):

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from deltanet_jax.layers.features import FEATURE_MAPS, feature_dim
 from deltanet_jax.layers.norms import NORMS
+from deltanet_jax.ops.api import Choice
 from deltanet_jax.ops.canonical import canonical_chunk_size
-from deltanet_jax.ops.variants import IMPLEMENTATIONS
+from deltanet_jax.ops.variants import check_name
 
 __all__ = ["GATES", "LayerOptions", "check_implementation", "check_positive"]
 
@@ -40,19 +41,16 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"`{name}` must be True or False; got {value!r}")
 
 
-def check_implementation(implementation: object) -> object:
+def check_implementation(implementation: Choice) -> Choice:
     """An implementation, with a sequence as a tuple so that it can be a static attribute."""
     if isinstance(implementation, list | tuple):
         if not implementation:
             raise ValueError("`implementation` must name at least one candidate; got none")
-        return tuple(check_implementation(one) for one in implementation)
-    if implementation is None or callable(implementation):
-        return implementation
-    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be one of {sorted(IMPLEMENTATIONS)}, a callable, a sequence "
-            f"of these or None; got {implementation!r}"
-        )
+        for one in implementation:
+            check_name(one)
+        return tuple(implementation)
+    if implementation is not None:
+        check_name(implementation)
     return implementation
 
 

@@ -1,5 +1,7 @@
 """How every layer makes its parameters: named axes, no biases, one policy of dtypes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,10 +12,13 @@ __all__ = ["EMBED", "HEADS", "MLP", "VOCAB", "parameter", "projection"]
 # Logical names of the axes that parameters can be sharded over.
 EMBED, HEADS, MLP, VOCAB = "embed", "heads", "mlp", "vocab"
 
+LinearPrecision = (
+    str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision] | None
+)
 Names = tuple[str | None, ...]
 
 
-def _metadata(names: Names) -> dict[str, object]:
+def _metadata(names: Names) -> dict[str, Any]:
     # Sharding eagerly would make every construction without a mesh an error.
     return {"out_sharding": names, "eager_sharding": False}
 
@@ -30,7 +35,7 @@ def projection(
     *,
     dtype: DTypeLike | None,
     param_dtype: DTypeLike,
-    precision: jax.lax.PrecisionLike,
+    precision: LinearPrecision,
     kernel_init: nnx.Initializer,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:

@@ -12,7 +12,15 @@ from deltanet_jax.ops.associative import associative
 from deltanet_jax.ops.chunkwise import chunkwise, chunkwise_solve
 from deltanet_jax.ops.recurrent import recurrent
 
-__all__ = ["IMPLEMENTATIONS", "Algorithm", "Implementation", "choose", "reason_against", "run"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Algorithm",
+    "Implementation",
+    "check_name",
+    "choose",
+    "reason_against",
+    "run",
+]
 
 Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
 Implementation = str | Algorithm
@@ -90,15 +98,20 @@ def run(
     return algorithm(problem, chunk_size)
 
 
-def _lookup(implementation: Implementation) -> Algorithm:
+def check_name(implementation: object) -> None:
+    """Raise `ValueError` unless this is a callable or a known name."""
     if callable(implementation):
-        return implementation
-    if implementation not in IMPLEMENTATIONS:
+        return
+    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"`implementation` must be one of {sorted(IMPLEMENTATIONS)}, a callable, a sequence "
             f"of these or None; got {implementation!r}"
         )
-    return IMPLEMENTATIONS[implementation]
+
+
+def _lookup(implementation: Implementation) -> Algorithm:
+    check_name(implementation)
+    return implementation if callable(implementation) else IMPLEMENTATIONS[implementation]
 
 
 def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
