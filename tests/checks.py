@@ -10,7 +10,7 @@ import numpy as np
 from deltanet_jax import linear_attention
 from tests.cases import IMPLEMENTATIONS, Inputs
 from tests.oracle import Expected, cotangents_for
-from tests.tolerances import FORWARD, GRADIENT, assert_close
+from tests.tolerances import TOLERANCES, assert_close
 
 INTEGERS = ("segment_ids",)
 
@@ -45,11 +45,12 @@ def run(
 
 def assert_matches(got: Expected, want: Expected, dtype: str = "float32") -> None:
     """Outputs, state and every gradient, within the tolerances of `dtype`."""
-    assert_close("o", got.o, want.o, FORWARD[dtype])
-    assert_close("final_state", got.state, want.state, FORWARD[dtype])
+    tolerance = TOLERANCES[dtype]
+    assert_close("o", got.o, want.o, tolerance.forward)
+    assert_close("final_state", got.state, want.state, tolerance.forward)
     assert set(got.gradients) == set(want.gradients)
     for name, gradient in want.gradients.items():
-        assert_close(f"d{name}", got.gradients[name], gradient, GRADIENT[dtype])
+        assert_close(f"d{name}", got.gradients[name], gradient, tolerance.gradient)
 
 
 def cast(inputs: Inputs, dtype: Any, names: tuple[str, ...] = ("q", "k", "v")) -> dict:

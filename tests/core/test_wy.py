@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deltanet_jax import compat
-from deltanet_jax.core.wy import unit_lower_inverse
+from deltanet_jax.core.wy import unit_lower_inverse, unit_lower_solve
 from tests.cases import rng_for, unit
 from tests.tolerances import assert_close
 
@@ -79,6 +79,28 @@ def test_tangent_and_gradient(C: int) -> None:
     XT = np.swapaxes(X, -1, -2)
     assert_close("tangent", tangent, -X @ np.tril(dL, -1).astype(np.float64) @ X, 1e-5)
     assert_close("gradient", gradient, np.tril(-XT @ dX.astype(np.float64) @ XT, -1), 1e-5)
+
+
+@pytest.mark.parametrize("C", [3, 40, 64])
+def test_solve_and_its_derivatives(C: int) -> None:
+    """`dX = (I+L)^-1 (dR - dL X)`; the gradients are `Y = (I+L)^-T dX` and `-stril(Y X^T)`."""
+    L, rng = _system(C, 0.9, 1.5), rng_for("solve", C)
+    R, dR, dX = (rng.standard_normal((2, C, 7)).astype(np.float32) for _ in range(3))
+    dL = rng.standard_normal(L.shape).astype(np.float32)
+
+    @jax.jit
+    def everything(L: jax.Array, R: jax.Array) -> tuple:
+        _, tangent = jax.jvp(unit_lower_solve, (L, R), (dL, dR))
+        solution, pull = jax.vjp(unit_lower_solve, L, R)
+        return solution, tangent, pull(dX)
+
+    solution, tangent, (gL, gR) = everything(L, R)
+    inverse, wide = _inverse(L), lambda x: x.astype(np.float64)
+    X, Y = inverse @ wide(R), np.swapaxes(inverse, 1, 2) @ wide(dX)
+    assert_close("solution", solution, X, 1e-5)
+    assert_close("tangent", tangent, inverse @ (wide(dR) - np.tril(wide(dL), -1) @ X), 1e-5)
+    assert_close("dL", gL, -np.tril(Y @ np.swapaxes(X, 1, 2), -1), 1e-5)
+    assert_close("dR", gR, Y, 1e-5)
 
 
 def test_second_derivatives_exist() -> None:
