@@ -96,4 +96,4 @@ def train_step(
     loss_of = partial(next_token_loss, tokens=tokens, segment_ids=segment_ids, mask=mask)
     loss, gradient = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradient)
-    return {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
+    return {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}

@@ -73,7 +73,7 @@ def choose(
     """
     if implementation is None:
         return _choose_best(problem, chunk_size)
-    if isinstance(implementation, str) or callable(implementation):
+    if isinstance(implementation, str) or not isinstance(implementation, Sequence):
         reason = reason_against(implementation, problem, chunk_size)
         if reason is not None:
             raise NotImplementedError(f"`implementation={implementation!r}`: {reason}")
