@@ -31,13 +31,14 @@ def _pullback(inputs: dict, cotangents: tuple, options: tuple) -> tuple:
 
 def run(
     inputs: Inputs,
-    implementation: str,
+    name: str,
+    /,
     *,
     cotangents: tuple[np.ndarray, np.ndarray] | None = None,
     **options: Any,
 ) -> Expected:
     """Outputs, state and gradients of one implementation of `cases.IMPLEMENTATIONS`."""
-    static = tuple(sorted((IMPLEMENTATIONS[implementation] | options).items()))
+    static = tuple(sorted((IMPLEMENTATIONS[name] | options).items()))
     cotangents = cotangents_for(inputs) if cotangents is None else cotangents
     (o, state), gradients = _pullback(inputs, cotangents, static)
     return Expected(o, state, gradients)

@@ -126,7 +126,9 @@ def _pure(
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        x.shape, x.dtype, sharding=x.sharding
+    )
 
 
 def _check_same_config(model: DeltaNetConfig, stored: DeltaNetConfig) -> None:

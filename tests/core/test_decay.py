@@ -64,8 +64,10 @@ def test_decay_factors_of_a_chunk(kind: str, D: int) -> None:
     wide = g.astype(np.float64)
     after = np.stack([np.sum(wide[i + 1 :], axis=0) for i in range(40)])
     close = {"rtol": 1e-5, "atol": 1e-30}
-    np.testing.assert_allclose(decay_from_start(g), np.exp(np.cumsum(wide, axis=0)), **close)
-    np.testing.assert_allclose(decay_to_end(g), np.exp(after), **close)
+    np.testing.assert_allclose(
+        decay_from_start(jnp.asarray(g)), np.exp(np.cumsum(wide, axis=0)), **close
+    )
+    np.testing.assert_allclose(decay_to_end(jnp.asarray(g)), np.exp(after), **close)
     total = total_decay(jnp.asarray(g))
     assert total.shape == (D, 1)
     np.testing.assert_allclose(total[:, 0], np.exp(wide.sum(0)), **close)

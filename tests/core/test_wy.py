@@ -8,7 +8,7 @@ import pytest
 from deltanet_jax import compat
 from deltanet_jax.core.wy import unit_lower_inverse, unit_lower_solve
 from tests.cases import rng_for, unit
-from tests.tolerances import assert_close
+from tests.tolerances import TOLERANCES, assert_close
 
 INVERSE = jax.jit(unit_lower_inverse)
 SIZES = (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 130)
@@ -41,7 +41,10 @@ def test_inverse_of_correlated_systems(C: int) -> None:
     assert got.dtype == jnp.float32
     for i, (cos, beta) in enumerate(systems):
         X = _inverse(L[i])
-        assert_close(f"{cos=} {beta=}", got[i], X, 5e-6 if C <= 64 else _stable_bound(L[i], X))
+        bound = _stable_bound(L[i], X)
+        if C <= 64:  # what the chunk forms use by default
+            bound = min(bound, TOLERANCES["float32"].forward)
+        assert_close(f"{cos=} {beta=}", got[i], X, bound)
 
 
 @pytest.mark.parametrize("C", [5, 64, 100])
@@ -83,8 +86,8 @@ def test_tangent_and_gradient(C: int) -> None:
 def test_solve_and_its_derivatives(C: int) -> None:
     """`dX = (I+L)^-1 (dR - dL X)`; the gradients are `Y = (I+L)^-T dX` and `-stril(Y X^T)`."""
     L, rng = _system(C, 0.9, 1.5), rng_for("solve", C)
-    R, dR, dX = (rng.standard_normal((2, C, 7)).astype(np.float32) for _ in range(3))
-    dL = rng.standard_normal(L.shape).astype(np.float32)
+    R, dR, dX = (jnp.asarray(rng.standard_normal((2, C, 7)), jnp.float32) for _ in range(3))
+    dL = jnp.asarray(rng.standard_normal(L.shape), jnp.float32)
 
     @jax.jit
     def everything(L: jax.Array, R: jax.Array) -> tuple:
@@ -93,7 +96,7 @@ def test_solve_and_its_derivatives(C: int) -> None:
         return solution, tangent, pull(dX)
 
     solution, tangent, (gL, gR) = everything(L, R)
-    inverse, wide = _inverse(L), lambda x: x.astype(np.float64)
+    inverse, wide = _inverse(L), lambda x: np.asarray(x, np.float64)
     X, Y = inverse @ wide(R), np.swapaxes(inverse, 1, 2) @ wide(dX)
     assert_close("solution", solution, X, 1e-5)
     assert_close("tangent", tangent, inverse @ (wide(dR) - np.tril(wide(dL), -1) @ X), 1e-5)
