@@ -311,7 +311,7 @@ class DeltaNet(nnx.Module):
     def _output(
         self, o: Float[Array, "B T HV V"], x: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        y = self.o_norm(o).reshape(*o.shape[:2], -1)
+        y = self.o_norm(o).reshape(*o.shape[:2], o.shape[2] * o.shape[3])
         if self.options.use_output_gate:
             y = y * jax.nn.silu(self.g_proj(x))
         return self.o_proj(y)
@@ -342,7 +342,7 @@ def _activate(
         y = x.astype(accumulation_dtype(x))
         if kernel is not None:
             y = causal_convolution(y, kernel, inputs, runs)
-        return activation(y.reshape(*y.shape[:2], heads, -1)).astype(x.dtype)
+        return activation(y.reshape(*y.shape[:2], heads, y.shape[2] // heads)).astype(x.dtype)
 
     y: jax.Array = activate(projected, None if conv is None else conv.kernel[...])
     return y
