@@ -5,7 +5,6 @@ Inputs are dictionaries of NumPy float32 arrays whose keys are arguments of
 """
 
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,19 +193,27 @@ def families_of(variant: str) -> list[str]:
     return [family for family in FAMILIES if family not in skipped]
 
 
-def pairs(variants: tuple[str, ...] = tuple(VARIANTS)) -> Iterator[Any]:
+def pairs(variants: tuple[str, ...] = tuple(VARIANTS)) -> list[Any]:
     """`(variant, implementation)` for the tests that need no list of shapes."""
-    for variant in variants:
-        for implementation in IMPLEMENTATIONS:
-            yield pytest.param(variant, implementation, id=f"{variant}-{implementation}")
+    return [
+        pytest.param(variant, implementation, id=f"{variant}-{implementation}")
+        for variant in variants
+        for implementation in IMPLEMENTATIONS
+    ]
 
 
-def grid() -> Iterator[Any]:
+def grid() -> list[Any]:
     """`(variant, implementation, shape, family)`; neighbours share one compiled program."""
-    for name, (variants, implementations) in GRID.items():
-        shape = SHAPES[name]
-        for variant in variants:
-            for implementation in implementations:
-                for family in families_of(variant):
-                    case = f"{variant}-{implementation}-{shape}-{family}"
-                    yield pytest.param(variant, implementation, shape, family, id=case)
+    return [
+        pytest.param(
+            variant,
+            implementation,
+            SHAPES[name],
+            family,
+            id=f"{variant}-{implementation}-{SHAPES[name]}-{family}",
+        )
+        for name, (variants, implementations) in GRID.items()
+        for variant in variants
+        for implementation in implementations
+        for family in families_of(variant)
+    ]

@@ -63,7 +63,7 @@ def test_decay_factors_of_a_chunk(kind: str, D: int) -> None:
     g = _gate(kind, 40, D)
     wide = g.astype(np.float64)
     after = np.stack([np.sum(wide[i + 1 :], axis=0) for i in range(40)])
-    close = dict(rtol=1e-5, atol=1e-30)
+    close = {"rtol": 1e-5, "atol": 1e-30}
     np.testing.assert_allclose(decay_from_start(g), np.exp(np.cumsum(wide, axis=0)), **close)
     np.testing.assert_allclose(decay_to_end(g), np.exp(after), **close)
     total = total_decay(jnp.asarray(g))

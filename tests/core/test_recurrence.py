@@ -75,7 +75,12 @@ def test_repeated_keys_follow_their_group() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "want"),
-    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"), ("float64", "float64")],
+    [
+        ("bfloat16", "float32"),
+        ("float16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
 )
 def test_accumulation_dtype(dtype: str, want: str) -> None:
     with compat.enable_x64():

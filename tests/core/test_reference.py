@@ -65,7 +65,11 @@ def test_a_change_of_segment_restarts_from_zero() -> None:
     k = np.ones((1, 4, 1, 1))
     ids = np.array([[7, 7, 0, 7]])
     o, state = recurrence(
-        k, k, _tokens([1], [2], [4], [8]), scale=1.0, initial_state=np.full((1, 1, 1, 1), 100.0),
+        k,
+        k,
+        _tokens([1], [2], [4], [8]),
+        scale=1.0,
+        initial_state=np.full((1, 1, 1, 1), 100.0),
         segment_ids=ids,
     )
     np.testing.assert_array_equal(o.ravel(), [101, 103, 4, 8])

@@ -34,7 +34,7 @@ def _stable_bound(L: np.ndarray, X: np.ndarray) -> float:
 
 @pytest.mark.parametrize("C", SIZES)
 def test_inverse_of_correlated_systems(C: int) -> None:
-    """cos 1 and beta 1 make powers of `L` grow like binomial coefficients."""
+    """Cos 1 and beta 1 make powers of `L` grow like binomial coefficients."""
     systems = [(0.0, 1.0), (0.6, 1.0), (0.6, 2.0), (0.9, 1.0), (0.9, 2.0), (1.0, 1.0), (1.0, 2.0)]
     L = np.stack([_system(C, cos, beta) for cos, beta in systems])
     got = INVERSE(L)
@@ -48,9 +48,7 @@ def test_inverse_of_correlated_systems(C: int) -> None:
 def test_entries_on_and_above_the_diagonal_are_ignored(C: int) -> None:
     L = _system(C, 0.6, 1.0)
     junk = np.triu(np.full_like(L, np.nan))
-    np.testing.assert_array_equal(
-        INVERSE(L + junk), INVERSE(L)
-    )
+    np.testing.assert_array_equal(INVERSE(L + junk), INVERSE(L))
 
 
 @pytest.mark.parametrize("C", [17, 100])

@@ -7,9 +7,7 @@ from tests.checks import assert_matches, run
 from tests.oracle import expected
 
 SIZES = [(1, 1), (1, 192), (8, 40), (24, 1), (96, 192), (160, 40)]
-ALL_OF = pytest.mark.parametrize(
-    ("K", "V"), SIZES, ids=[f"K{K}-V{V}" for K, V in SIZES]
-)
+ALL_OF = pytest.mark.parametrize(("K", "V"), SIZES, ids=[f"K{K}-V{V}" for K, V in SIZES])
 
 
 @ALL_OF

@@ -31,7 +31,9 @@ def test_edge_lengths(variant: str, implementation: str, chunk_size: int | None,
     assert_matches(run(inputs, implementation, chunk_size=chunk_size), expected(inputs))
 
 
-@pytest.mark.parametrize("implementation", ["recurrent", "associative", "chunkwise", "chunkwise_solve"])
+@pytest.mark.parametrize(
+    "implementation", ["recurrent", "associative", "chunkwise", "chunkwise_solve"]
+)
 @pytest.mark.parametrize("chunk_size", [1, 7, 24, 100])
 def test_chunk_sizes_that_are_not_powers_of_two(implementation: str, chunk_size: int) -> None:
     """100 is above T = 50 and above one block of 16 rows; 7 and 24 do not divide 50."""

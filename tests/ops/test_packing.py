@@ -1,6 +1,7 @@
 """Several sequences in one row are the same as one row each."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -14,7 +15,8 @@ from tests.tolerances import TOLERANCES, assert_close
 
 LENGTHS = (5, 1, 64, 3)
 SHAPE = Shape(1, sum(LENGTHS), 2, 8, 12)
-SEGMENTS = np.repeat([4, 0, 9, 4], LENGTHS)[None].astype(np.int32)  # ids are neither sorted nor unique
+# The ids are neither sorted nor unique.
+SEGMENTS = np.repeat([4, 0, 9, 4], LENGTHS)[None].astype(np.int32)
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
@@ -25,16 +27,14 @@ def _packed(variant: str) -> tuple[Inputs, Expected]:
     do, dstate = cotangents_for(inputs)
     edges = np.cumsum((0, *LENGTHS))
     pieces = []
-    for i, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
         piece = {n: x[:, start:stop] if n in PER_TOKEN else x for n, x in inputs.items()}
         if i > 0:
             piece["initial_state"] = np.zeros_like(piece["initial_state"])
         last = stop == SHAPE.T
         pieces.append(expected(piece, (do[:, start:stop], dstate if last else 0 * dstate)))
     join = lambda rows: np.concatenate(rows, axis=1)  # noqa: E731
-    gradients = {
-        n: join([p.gradients[n] for p in pieces]) for n in inputs if n != "initial_state"
-    }
+    gradients = {n: join([p.gradients[n] for p in pieces]) for n in inputs if n != "initial_state"}
     gradients["initial_state"] = pieces[0].gradients["initial_state"]
     want = Expected(join([p.o for p in pieces]), pieces[-1].state, gradients)
     return inputs | {"segment_ids": SEGMENTS}, want

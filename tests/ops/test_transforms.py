@@ -37,7 +37,7 @@ def test_vmap_over_an_extra_axis(implementation: str) -> None:
     """Values and gradients; `beta` is not mapped, and `v` is mapped at another axis."""
     one, two = _inputs(), layer_like("kda", SHAPE, seed=1)
     two["beta"] = one["beta"]
-    axes = {n: 0 for n in one} | {"v": 2, "beta": None}
+    axes = dict.fromkeys(one, 0) | {"v": 2, "beta": None}
     stacked = {
         n: one[n] if axes[n] is None else np.stack([one[n], two[n]], axis=axes[n]) for n in one
     }
@@ -98,11 +98,13 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(implementation: str) -> N
 def test_jacfwd_equals_jacrev(implementation: str) -> None:
     inputs = layer_like("gated_delta", Shape(1, 5, 1, 3, 2))
     readout = lambda beta: _call(implementation, inputs | {"beta": beta})[0]  # noqa: E731
-    forward, reverse = (
-        jax.jit(jac(readout))(inputs["beta"]) for jac in (jax.jacfwd, jax.jacrev)
-    )
+    forward, reverse = (jax.jit(jac(readout))(inputs["beta"]) for jac in (jax.jacfwd, jax.jacrev))
     assert_close("jacobian", forward, reverse, 1e-5)
-    assert not np.any(np.triu(np.ones((5, 5)), 1)[..., None] * forward[0, :, 0, :, 0, :, 0].swapaxes(1, 2) if forward.ndim == 7 else 0)
+    assert not np.any(
+        np.triu(np.ones((5, 5)), 1)[..., None] * forward[0, :, 0, :, 0, :, 0].swapaxes(1, 2)
+        if forward.ndim == 7
+        else 0
+    )
 
 
 @ALL
