@@ -204,12 +204,16 @@ def pairs(variants: tuple[str, ...] = tuple(VARIANTS)) -> list[Any]:
 
 def grid() -> list[Any]:
     """`(variant, implementation, shape, family)`; neighbours share one compiled program."""
-    cases = []
-    for name, (variants, implementations) in GRID.items():
-        shape = SHAPES[name]
-        for variant in variants:
-            for implementation in implementations:
-                for family in families_of(variant):
-                    case = f"{variant}-{implementation}-{shape}-{family}"
-                    cases.append(pytest.param(variant, implementation, shape, family, id=case))
-    return cases
+    return [
+        pytest.param(
+            variant,
+            implementation,
+            SHAPES[name],
+            family,
+            id=f"{variant}-{implementation}-{SHAPES[name]}-{family}",
+        )
+        for name, (variants, implementations) in GRID.items()
+        for variant in variants
+        for implementation in implementations
+        for family in families_of(variant)
+    ]

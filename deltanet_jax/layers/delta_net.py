@@ -25,9 +25,6 @@ from deltanet_jax.ops.api import Choice, linear_attention
 __all__ = ["AssociativeDeltaNet", "ChunkwiseDeltaNet", "DeltaNet", "RecurrentDeltaNet"]
 
 
-LECUN_NORMAL = nnx.initializers.lecun_normal()
-
-
 class DeltaNet(nnx.Module):
     """Token mixer whose heads are delta-rule memories.
 
@@ -69,7 +66,7 @@ class DeltaNet(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: LinearPrecision = None,
-        kernel_init: nnx.Initializer = LECUN_NORMAL,
+        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
         rngs: nnx.Rngs,
     ) -> None:
         """Make a layer; parameters start as `kernel_init` says, `lecun_normal` by default.
@@ -311,7 +308,7 @@ class DeltaNet(nnx.Module):
     def _output(
         self, o: Float[Array, "B T HV V"], x: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        y = self.o_norm(o).reshape(*o.shape[:2], -1)
+        y = self.o_norm(o).reshape(*o.shape[:2], o.shape[2] * o.shape[3])
         if self.options.use_output_gate:
             y = y * jax.nn.silu(self.g_proj(x))
         return self.o_proj(y)
@@ -342,7 +339,7 @@ def _activate(
         y = x.astype(accumulation_dtype(x))
         if kernel is not None:
             y = causal_convolution(y, kernel, inputs, runs)
-        return activation(y.reshape(*y.shape[:2], heads, -1)).astype(x.dtype)
+        return activation(y.reshape(*y.shape[:2], heads, y.shape[2] // heads)).astype(x.dtype)
 
     y: jax.Array = activate(projected, None if conv is None else conv.kernel[...])
     return y

@@ -116,7 +116,7 @@ def _canonical_reset(segment_ids: object, B: int, T: int) -> jax.Array | None:
         raise ValueError(f"`segment_ids` must have an integer dtype; got {segment_ids.dtype}")
     _check_shape("segment_ids", segment_ids.shape, "[B, T]", (B, T))
     ids = jnp.asarray(segment_ids)
-    return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
+    return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])[:, :T]
 
 
 def canonical_problem(

@@ -87,11 +87,11 @@ def test_cache_of_another_batch_or_layer_is_refused(layer):
     other = ChunkwiseDeltaNet(12, 2, conv_size=None, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"`cache.q_inputs`.*None.*\(2, 3, 12\)"):
         layer.extend(X, other.init_cache(2))
-    with pytest.raises(ValueError, match="`cache`.*tuple"):
+    with pytest.raises(ValueError, match=r"`cache`.*tuple"):
         layer.extend(X, tuple(layer.init_cache(2)))
     with pytest.raises(ValueError, match="`x`"):
         layer.extend(X[0], layer.init_cache(2))
-    with pytest.raises(ValueError, match="`batch_size`.*0"):
+    with pytest.raises(ValueError, match=r"`batch_size`.*0"):
         layer.init_cache(0)
 
 

@@ -15,9 +15,8 @@ from tests.tolerances import TOLERANCES, assert_close
 
 LENGTHS = (5, 1, 64, 3)
 SHAPE = Shape(1, sum(LENGTHS), 2, 8, 12)
-SEGMENTS = np.repeat([4, 0, 9, 4], LENGTHS)[None].astype(
-    np.int32
-)  # ids are neither sorted nor unique
+# The ids are neither sorted nor unique.
+SEGMENTS = np.repeat([4, 0, 9, 4], LENGTHS)[None].astype(np.int32)
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
