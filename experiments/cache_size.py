@@ -160,6 +160,12 @@ def draw(options: CacheSize, rows: Sequence[Row]) -> Figure:
         size.axhline(y, color=PALETTE[color], ls=line, label=f"{what}, float32")
     figures.bytes_axis(size, "bytes per layer and sequence")
     figures.powers_of_two_axis(size, "tokens L", [1, 8, 64, 512, 4096])
+    pair = next(r for r in rows if r["kind"] == "crossover" and r["d"] == d)
+    size.annotate(
+        f"L = {pair['tokens']:g}", (pair["tokens"], y), xytext=(0, -26),
+        textcoords="offset points", fontsize=7.5, ha="left",
+        arrowprops={"arrowstyle": "-", "lw": 0.7},
+    )  # fmt: skip
     size.set(title=f"Cache of {options.heads} heads, d = {d}")
     size.legend(loc="upper left")
     size.set_ylim(None, 30 * max(r["bytes"] for r in rows if r["kind"] == "kv" and r["d"] == d))

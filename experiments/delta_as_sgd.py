@@ -189,7 +189,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             label=rf"$\beta|k|^2 = {size:g}$",
         )  # fmt: skip
     many.set(title="The same pair again", xlabel="steps", ylabel="residual / first residual")
-    many.set_ylim(1e-18, 1e3)
-    many.legend(loc="lower right", bbox_to_anchor=(1, 0.1))
+    many.set_ylim(1e-19, 1e3)
+    many.legend(loc="lower right", bbox_to_anchor=(1, 0.06))
     figures.letter(axes.flat)
     return fig

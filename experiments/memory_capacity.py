@@ -215,7 +215,7 @@ def draw(
     capacity.set(title="Squared error, written once", xlabel="pairs / d")
     capacity.set_ylabel(r"mean $|kS - v|^2 / |v|^2$")
     capacity.text(2.3, 2.9, "sum: $(n-1)/d$", ha="right")
-    capacity.text(2.6, 1.45, "delta rule", ha="left")
+    capacity.text(2.4, 1.52, "delta rule", ha="center")
     _legend_of_sizes(accuracy, options.head_dims)
     accuracy.set(title="Nearest stored value", xlabel="pairs / d", ylim=(0, 1.03))
     accuracy.set_ylabel("fraction right")

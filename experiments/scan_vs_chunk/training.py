@@ -1,0 +1,191 @@
+"""One language model trained three times: the layers differ, nothing else does."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.progress import Progress
+
+from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
+from experiments.record import Row, Run
+from experiments.scan_vs_chunk.options import ScanVsChunk
+from experiments.tasks.text import Text, batch, read_text
+
+__all__ = ["ARMS", "REFERENCE", "agreement", "losses", "train"]
+
+# The first is what the others are compared with.
+ARMS = {"RecurrentDeltaNet": "recurrent", "AssociativeDeltaNet": "associative",
+        "ChunkwiseDeltaNet": "chunkwise"}  # fmt: skip
+REFERENCE = "RecurrentDeltaNet"
+
+
+class State(NamedTuple):
+    """What one step of training changes; a pytree."""
+
+    parameters: nnx.State
+    optimiser: optax.OptState
+
+
+Step = Callable[[State, jax.Array], tuple[State, jax.Array]]
+
+
+def model_config(options: ScanVsChunk) -> DeltaNetConfig:
+    """A byte-level model."""
+    return DeltaNetConfig(
+        vocab_size=256,
+        hidden_size=options.width,
+        num_layers=options.layers,
+        num_heads=options.train_heads,
+    )
+
+
+def optimiser(options: ScanVsChunk) -> optax.GradientTransformation:
+    """AdamW with warm-up, a cosine to a tenth, and clipped gradients."""
+    warm_up = min(10, max(1, options.steps - 1))
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, warm_up, max(options.steps, 2), options.learning_rate / 10
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
+
+
+def start(options: ScanVsChunk, arm: str) -> tuple[State, Step]:
+    """The arm's step, and a state that is the same for all arms: one seed, one tree."""
+    model = DeltaNetLM(model_config(options), implementation=ARMS[arm], rngs=nnx.Rngs(options.seed))
+    graph, parameters = nnx.split(model)
+    optimise = optimiser(options)
+
+    def loss(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, parameters)(tokens[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state.parameters, tokens)
+        updates, optimiser_state = optimise.update(gradients, state.optimiser, state.parameters)
+        return State(optax.apply_updates(state.parameters, updates), optimiser_state), value
+
+    return State(parameters, optimise.init(parameters)), step
+
+
+def train(options: ScanVsChunk, record: Run, bar: Progress) -> None:
+    """Every arm that the record does not have whole; an unfinished one goes on."""
+    text = read_text(options.text, options.text_bytes)
+    _note_text(record, text)
+    for arm in ARMS:
+        task = bar.add_task(f"train {ARMS[arm]}", total=options.steps, note="compiling")
+        if record.find(kind="arm", arm=arm) is not None:
+            bar.update(task, completed=options.steps, note="in the record")
+            continue
+        report = partial(bar.update, task)
+        row = _train_arm(options, arm, text, record, report)
+        record.write({"kind": "arm", "arm": arm, **row})
+        (record.directory / _checkpoint_name(arm)).unlink(missing_ok=True)
+
+
+def _note_text(record: Run, text: Text) -> None:
+    """What is trained on; a resumed run must find the same bytes."""
+    noted = record.find(kind="text")
+    if noted is None:
+        record.write({"kind": "text", "source": text.source, "bytes": len(text.data),
+                      "sha256": text.sha256})  # fmt: skip
+    elif noted["sha256"] != text.sha256:
+        raise ValueError("the text is not the one this run started with; start a new run")
+
+
+def _train_arm(
+    options: ScanVsChunk, arm: str, text: Text, record: Run, report: Callable[..., None]
+) -> Row:
+    """Train from the last checkpoint, or from the start; a row per step."""
+    state, step = start(options, arm)
+    path = record.directory / _checkpoint_name(arm)
+    state, first = load(path, state)
+    draw = partial(
+        batch, text, seed=options.seed,
+        batch_size=options.train_batch, length=options.train_length,
+    )  # fmt: skip
+    begin = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, draw(step=0)).compile()
+    compile_seconds = time.perf_counter() - begin
+    for index in range(first, options.steps):
+        begin = time.perf_counter()
+        state, loss = compiled(state, draw(step=index))
+        value = float(loss)
+        seconds = time.perf_counter() - begin
+        record.write(
+            {"kind": "train", "arm": arm, "step": index, "loss": value, "seconds": seconds}
+        )
+        if (index + 1) % options.checkpoint_every == 0:
+            save(path, state, index + 1)
+        report(advance=1, completed=index + 1, note=f"loss {value:.3f}")
+    # The first call of a compiled step also pays for first use of its memory.
+    times = [row["seconds"] for row in steps_of(record, arm)][1:] or [seconds]
+    return {
+        "compile_seconds": compile_seconds,
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "tokens_per_second": options.train_batch * options.train_length / np.median(times),
+        "last_loss": value,
+    }
+
+
+def _checkpoint_name(arm: str) -> str:
+    return f"checkpoint-{ARMS[arm]}.npz"
+
+
+def save(path: Path, state: State, step: int) -> None:
+    """The state after `step` steps, bit for bit; the file is the old or the new one, whole."""
+    leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.savez(file, step=step, **leaves)
+    part.replace(path)
+
+
+def load(path: Path, state: State) -> tuple[State, int]:
+    """The state of a checkpoint and its number of steps; `state` itself if there is none."""
+    if not path.exists():
+        return state, 0
+    leaves, tree = jax.tree.flatten(state)
+    with np.load(path) as file:
+        restored = [jnp.asarray(file[str(i)]) for i in range(len(leaves))]
+        return jax.tree.unflatten(tree, restored), int(file["step"])
+
+
+def steps_of(record: Run, arm: str) -> list[Row]:
+    """One row per step, in order; of a step that was repeated after a kill, the last."""
+    rows = {row["step"]: row for row in record.select(kind="train", arm=arm)}
+    return [rows[step] for step in sorted(rows)]
+
+
+def losses(record: Run) -> dict[str, np.ndarray]:
+    """The losses of each arm that has any."""
+    found = {arm: [row["loss"] for row in steps_of(record, arm)] for arm in ARMS}
+    return {arm: np.asarray(values, float) for arm, values in found.items() if values}
+
+
+def agreement(record: Run, tolerance: float) -> list[Row]:
+    """The greatest difference of each arm's loss from the reference's, and whether it is allowed."""
+    curves = losses(record)
+    if REFERENCE not in curves:
+        return []
+    rows = []
+    for arm, curve in curves.items():
+        steps = min(len(curve), len(curves[REFERENCE]))
+        difference = np.abs(curve[:steps] - curves[REFERENCE][:steps])
+        worst = float(difference.max())
+        rows.append(
+            {
+                "arm": arm,
+                "steps": steps,
+                "largest_loss_difference": worst,
+                "at_step": int(difference.argmax()),
+                "tolerance": tolerance,
+                "agrees": bool(worst <= tolerance),  # a NaN does not
+            }
+        )
+    return rows
