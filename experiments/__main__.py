@@ -1,5 +1,6 @@
 """The command line: `python -m experiments --help`."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str]) -> Options:
 def _preset(arguments: Sequence[str]) -> str:
     """The preset is needed before the rest is parsed; a wrong one is tyro's to refuse."""
     words = [part for word in arguments for part in word.split("=", 1)]
-    named = [value for flag, value in zip(words, words[1:], strict=False) if flag == "--preset"]
+    named = [value for flag, value in itertools.pairwise(words) if flag == "--preset"]
     return named[-1] if named and named[-1] in PRESETS else "cpu"
 
 

@@ -181,11 +181,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     one.legend(loc="upper center")
     looks = zip(SIZES, ("sky", "green", "orange", "pink", "red"), "osx^v", strict=True)
     for size, color, marker in looks:
-        points = [r for r in rows
-                  if r["kind"] == "repeated" and r["beta_times_squared_length"] == size]  # fmt: skip
+        repeats = (r for r in rows if r["kind"] == "repeated")
+        points = [r for r in repeats if r["beta_times_squared_length"] == size]
         y = np.maximum([r["ratio"] for r in points], 1e-17)
         many.semilogy(
-            [r["steps"] for r in points], y, marker=marker, ms=5 if marker in "ox" else 3.5, mfc="none", color=PALETTE[color],
+            [r["steps"] for r in points], y, marker=marker, ms=5 if marker in "ox" else 3.5,
+            mfc="none", color=PALETTE[color],
             label=rf"$\beta|k|^2 = {size:g}$",
         )  # fmt: skip
     many.set(title="The same pair again", xlabel="steps", ylabel="residual / first residual")

@@ -66,7 +66,7 @@ def style() -> Iterator[None]:
 def figure(
     rows: int = 1, columns: int = 2, *, panel: tuple[float, float] = (3.4, 2.7), **options: object
 ) -> tuple[Figure, np.ndarray]:
-    """A grid of panels, each `panel` inches wide and high; the axes are always `[rows, columns]`."""
+    """A grid of panels, each `panel` inches wide and high; the axes are `[rows, columns]`."""
     width, height = panel
     fig = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return fig, fig.subplots(rows, columns, squeeze=False, **options)

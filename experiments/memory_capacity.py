@@ -240,7 +240,13 @@ def _legend_of_sizes(ax: figures.Axes, head_dims: Sequence[int]) -> None:
 
 def _draw_ages(ax: figures.Axes, d: int, ages: dict[str, np.ndarray]) -> None:
     for rule, color in zip(RULES, ("orange", "blue"), strict=True):
-        ax.plot(np.arange(len(ages[rule])) / d, ages[rule], color=PALETTE[color], lw=1, label=LABELS[rule])
+        ax.plot(
+            np.arange(len(ages[rule])) / d,
+            ages[rule],
+            color=PALETTE[color],
+            lw=1,
+            label=LABELS[rule],
+        )
     ax.set(title=f"By age, {len(ages['sum']) // d}d pairs written, d = {d}")
     ax.set(xlabel="pairs written since / d", ylim=(0, None))
     ax.set_ylabel(r"mean $|kS - v|^2 / |v|^2$")

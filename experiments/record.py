@@ -149,7 +149,9 @@ class Run:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RecordError(f"{directory} is not a run directory: it has no config.json") from None
+            raise RecordError(
+                f"{directory} is not a run directory: it has no config.json"
+            ) from None
         except json.JSONDecodeError as error:
             raise RecordError(f"{path} cannot be read: {error}") from None
         if config.get("experiment") != experiment:

@@ -56,9 +56,8 @@ def _line(ax: Axes, rows: Sequence[Row], x: str, y: str, name: str) -> None:
     if y != "seconds":
         ax.plot(xs, ys, **look)
         return
-    bars = [[max(row["seconds"] - row["seconds_q25"], 0), max(row["seconds_q75"] - row["seconds"], 0)]
-            for row in rows]  # fmt: skip
-    ax.errorbar(xs, ys, np.transpose(bars), capsize=1.5, elinewidth=0.8, **look)
+    low, high = (np.asarray([row[key] for row in rows]) for key in ("seconds_q25", "seconds_q75"))
+    ax.errorbar(xs, ys, [ys - low, high - ys], capsize=1.5, elinewidth=0.8, **look)
 
 
 def _default_chunks(rows: Sequence[Row]) -> list[Row]:

@@ -34,7 +34,9 @@ def run(options: ScanVsChunk) -> int:
                     training.train(options, record, bar)
         except KeyboardInterrupt:
             write_table(record)
-            command = f"python -m experiments {EXPERIMENT} --resume {shlex.quote(str(record.directory))}"
+            command = (
+                f"python -m experiments {EXPERIMENT} --resume {shlex.quote(str(record.directory))}"
+            )
             console.print(f"interrupted; what was measured is in {record.directory}")
             console.print(f"go on with: {command}", soft_wrap=True)
             return 130
@@ -104,7 +106,15 @@ def _cells(row: Row, *, backward: bool) -> list[object]:
     head = [row["implementation"], row["T"], row["d"], row["C"] or "-"]
     predicted = [human_bytes(row["predicted_temporary_bytes"]), human_count(row["predicted_flops"])]
     if row["status"] == "does not fit":
-        return [*head, "does not fit", "", "", human_bytes(row.get("temporary_bytes")), *predicted, ""]
+        return [
+            *head,
+            "does not fit",
+            "",
+            "",
+            human_bytes(row.get("temporary_bytes")),
+            *predicted,
+            "",
+        ]
     spread = (row["seconds_q75"] - row["seconds_q25"]) / 2
     names = ("error_gradient",) if backward else ("error_output", "error_state")
     errors = " / ".join(f"{row[name]:.1e}" for name in names if name in row)
@@ -135,5 +145,12 @@ def show_training(record: Run, verdict: Sequence[Row]) -> None:
     ]
     text = record.find(kind="text")
     title = f"One model, one start, {text['bytes']:,} bytes of {text['source']}"
-    columns = ["layer", "last loss", "largest difference", "tokens/s", "memory of a step", "compile"]
+    columns = [
+        "layer",
+        "last loss",
+        "largest difference",
+        "tokens/s",
+        "memory of a step",
+        "compile",
+    ]
     console.print(make_table(title, columns, cells))

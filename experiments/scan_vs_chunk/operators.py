@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -216,7 +216,7 @@ def _time(
 def _errors(options: ScanVsChunk, case: Case, out: object, *, backward: bool) -> Row:
     """Relative rms errors against float64: of outputs and state, and the worst of the gradients."""
     if backward:
-        if case.T > options.gradient_tokens:
+        if options.gradient_tokens < case.T:
             return {}
         exact = exact_gradients(options, case.T, case.d)
         return {"error_gradient": max(relative_rms(out[1][name], exact[name]) for name in exact)}
@@ -226,9 +226,3 @@ def _errors(options: ScanVsChunk, case: Case, out: object, *, backward: bool) ->
     if tokens == case.T:
         errors["error_state"] = relative_rms(out[1][:1, :1], state)
     return errors
-
-
-def labels(rows: list[Row]) -> Iterator[str]:
-    """The implementations that occur in rows, in the order of the library."""
-    present = {row["implementation"] for row in rows}
-    return (name for name in IMPLEMENTATIONS if name in present)

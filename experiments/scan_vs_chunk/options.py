@@ -42,13 +42,13 @@ class ScanVsChunk:
     """Sequences per call of an operator."""
     heads: int = 1
     """Heads per call of an operator."""
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    lengths: tuple[int, ...] = (256, 1024, 4096)
     """T of the first sweep, at `head_dim` and each implementation's default chunk."""
     head_dim: int = 64
     """K = V of the sweeps over T and over chunk sizes."""
     head_dims: tuple[int, ...] = (32, 64, 128)
     """K = V of the second sweep, at `sweep_length`."""
-    chunk_sizes: tuple[int, ...] = (16, 32, 64, 128)
+    chunk_sizes: tuple[int, ...] = (16, 64, 256)
     """C of the third sweep, at `sweep_length`."""
     sweep_length: int = 1024
     """T of the sweeps over head sizes and chunk sizes."""

@@ -4,36 +4,27 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from rich.progress import Progress
 
+from deltanet_jax import AssociativeDeltaNet, ChunkwiseDeltaNet, RecurrentDeltaNet
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
+from deltanet_jax.models.training import make_optimizer, train_step
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.options import ScanVsChunk
 from experiments.tasks.text import Text, batch, read_text
 
 __all__ = ["ARMS", "REFERENCE", "agreement", "losses", "train"]
 
-# The first is what the others are compared with.
-ARMS = {"RecurrentDeltaNet": "recurrent", "AssociativeDeltaNet": "associative",
-        "ChunkwiseDeltaNet": "chunkwise"}  # fmt: skip
-REFERENCE = "RecurrentDeltaNet"
+LAYERS = (RecurrentDeltaNet, AssociativeDeltaNet, ChunkwiseDeltaNet)
+ARMS: dict[str, str] = {layer.__name__: layer.implementation for layer in LAYERS}
+REFERENCE = RecurrentDeltaNet.__name__
 
-
-class State(NamedTuple):
-    """What one step of training changes; a pytree."""
-
-    parameters: nnx.State
-    optimiser: optax.OptState
-
-
-Step = Callable[[State, jax.Array], tuple[State, jax.Array]]
+Step = Callable[[nnx.State, jax.Array], tuple[nnx.State, jax.Array]]
 
 
 def model_config(options: ScanVsChunk) -> DeltaNetConfig:
@@ -46,31 +37,31 @@ def model_config(options: ScanVsChunk) -> DeltaNetConfig:
     )
 
 
-def optimiser(options: ScanVsChunk) -> optax.GradientTransformation:
-    """AdamW with warm-up, a cosine to a tenth, and clipped gradients."""
-    warm_up = min(10, max(1, options.steps - 1))
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, options.learning_rate, warm_up, max(options.steps, 2), options.learning_rate / 10
+def start(options: ScanVsChunk, arm: str) -> tuple[nnx.State, Step]:
+    """Model and optimiser before the first step as one pytree, and the step as a pure function.
+
+    Every arm's model is given the parameters of the reference arm.
+    """
+    config = model_config(options)
+    model, reference = (
+        DeltaNetLM(config, implementation=ARMS[name], rngs=nnx.Rngs(options.seed))
+        for name in (arm, REFERENCE)
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
+    nnx.update(model, nnx.state(reference))
+    optimizer = make_optimizer(
+        model,
+        options.learning_rate,
+        total_steps=max(options.steps, 2),
+        warmup_steps=min(10, options.steps // 2),
+    )
+    graph, state = nnx.split((model, optimizer))
 
+    def step(state: nnx.State, tokens: jax.Array) -> tuple[nnx.State, jax.Array]:
+        model, optimizer = nnx.merge(graph, state)
+        loss = train_step(model, optimizer, tokens)["loss"]
+        return nnx.state((model, optimizer)), loss
 
-def start(options: ScanVsChunk, arm: str) -> tuple[State, Step]:
-    """The arm's step, and a state that is the same for all arms: one seed, one tree."""
-    model = DeltaNetLM(model_config(options), implementation=ARMS[arm], rngs=nnx.Rngs(options.seed))
-    graph, parameters = nnx.split(model)
-    optimise = optimiser(options)
-
-    def loss(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, parameters)(tokens[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    def step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(state.parameters, tokens)
-        updates, optimiser_state = optimise.update(gradients, state.optimiser, state.parameters)
-        return State(optax.apply_updates(state.parameters, updates), optimiser_state), value
-
-    return State(parameters, optimise.init(parameters)), step
+    return state, step
 
 
 def train(options: ScanVsChunk, record: Run, bar: Progress) -> None:
@@ -137,7 +128,7 @@ def _checkpoint_name(arm: str) -> str:
     return f"checkpoint-{ARMS[arm]}.npz"
 
 
-def save(path: Path, state: State, step: int) -> None:
+def save(path: Path, state: nnx.State, step: int) -> None:
     """The state after `step` steps, bit for bit; the file is the old or the new one, whole."""
     leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
     part = path.with_name(path.name + ".part")
@@ -146,7 +137,7 @@ def save(path: Path, state: State, step: int) -> None:
     part.replace(path)
 
 
-def load(path: Path, state: State) -> tuple[State, int]:
+def load(path: Path, state: nnx.State) -> tuple[nnx.State, int]:
     """The state of a checkpoint and its number of steps; `state` itself if there is none."""
     if not path.exists():
         return state, 0
@@ -169,7 +160,7 @@ def losses(record: Run) -> dict[str, np.ndarray]:
 
 
 def agreement(record: Run, tolerance: float) -> list[Row]:
-    """The greatest difference of each arm's loss from the reference's, and whether it is allowed."""
+    """The greatest difference of each arm's loss from the reference's, and the verdict."""
     curves = losses(record)
     if REFERENCE not in curves:
         return []

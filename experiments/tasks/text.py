@@ -47,13 +47,13 @@ def read_text(files: Sequence[Path] = (), limit: int | None = None) -> Text:
 
 
 def batch(text: Text, *, seed: int, step: int, batch_size: int, length: int) -> np.ndarray:
-    """Windows of `length + 1` bytes at random places, int32 `[batch_size, length + 1]`.
+    """Windows of `length` bytes at random places, int32 `[batch_size, length]`.
 
     Raises:
         ValueError: If the text is shorter than one window.
     """
-    last = len(text.data) - (length + 1)
+    last = len(text.data) - length
     if last < 0:
-        raise ValueError(f"the text has {len(text.data)} bytes; a window takes {length + 1}")
+        raise ValueError(f"the text has {len(text.data)} bytes; a window takes {length}")
     starts = np.random.default_rng([seed, step]).integers(0, last + 1, batch_size)
-    return text.data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return text.data[starts[:, None] + np.arange(length)].astype(np.int32)
