@@ -1,5 +1,6 @@
 """One look for all figures: legible in print, and by colour-blind readers."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,7 @@ STYLE = {
     "axes.spines.right": False,
     "axes.linewidth": 0.8,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.5,
@@ -74,6 +76,8 @@ def figure(
 
 def save(fig: Figure, directory: Path, name: str) -> list[Path]:
     """Write `name.png` and `name.pdf`."""
+    # The font's own time stamp makes the PDF writer complain on standard error.
+    logging.getLogger("fontTools").setLevel(logging.ERROR)
     paths = [directory / f"{name}.{kind}" for kind in ("png", "pdf")]
     for path in paths:
         fig.savefig(path)

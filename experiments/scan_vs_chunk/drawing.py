@@ -146,7 +146,7 @@ def draw_training(options: ScanVsChunk, record: Run) -> Figure:
     found = losses(record)
     widths, lines = (5, 2.6, 1.1), ("-", "-", "-")
     for (arm, values), width, line in zip(found.items(), widths, lines, strict=False):
-        color = PALETTE[LOOKS[ARMS[arm]][0]] if arm != REFERENCE else "#BBBBBB"
+        color = _arm_color(arm)
         curve.plot(np.arange(1, len(values) + 1), values, line, color=color, lw=width, label=arm)
     curve.set(title="Loss", xlabel="step", ylabel="nats per byte")
     curve.legend(loc="upper right")
@@ -164,11 +164,22 @@ def draw_training(options: ScanVsChunk, record: Run) -> Figure:
     tolerance = options.loss_tolerance
     difference.axhline(tolerance, color="black", ls="--", lw=0.9)
     difference.text(1, tolerance * 1.25, "tolerance", fontsize=7.5)
-    difference.set_ylim(2e-8, tolerance * 8)
-    difference.set(title="Difference from the recurrent arm", xlabel="step", ylabel="nats per byte")
+    difference.text(1, 2**-24.7, "equal to the last bit", fontsize=7.5, va="top")
+    difference.set_ylim(1.2e-8, tolerance * 20)
+    difference.legend(loc="upper right")
+    difference.set(title="Difference from recurrent", xlabel="step", ylabel="nats per byte")
     _draw_cost(cost, record)
     figures.letter(axes.flat)
     return fig
+
+
+def _arm_color(arm: str) -> str:
+    """The reference lies under the others, wide and pale."""
+    return "#BBBBBB" if arm == REFERENCE else PALETTE[LOOKS[ARMS[arm]][0]]
+
+
+def _grouped(x: float) -> str:
+    return f"{x:,.0f}".replace(",", "\u2009")
 
 
 def _draw_cost(ax: Axes, record: Run) -> None:
@@ -178,8 +189,8 @@ def _draw_cost(ax: Axes, record: Run) -> None:
         if arm not in rows:
             continue
         speed, memory = rows[arm]["tokens_per_second"], rows[arm]["temporary_bytes"]
-        ax.barh(place, speed, color=PALETTE[LOOKS[ARMS[arm]][0]], height=0.55)
-        text = f"{speed:,.0f} tokens/s, {memory / 1e6:,.0f} MB".replace(",", "\u2009")
+        ax.barh(place, speed, color=_arm_color(arm), height=0.5)
+        text = f"{_grouped(speed)} tokens/s, {_grouped(memory / 1e6)} MB"
         ax.text(0, place + 0.33, f" {text}", va="bottom", ha="left", fontsize=7.5)
     ax.set_yticks(range(len(ARMS)), [ARMS[arm] for arm in ARMS])
     ax.set_ylim(-0.5, len(ARMS) - 0.2)
