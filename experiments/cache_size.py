@@ -59,7 +59,10 @@ def key_value_cache(heads: int, d: int, tokens: int, dtype: jnp.dtype) -> dict[s
 
 def state_bytes(heads: int, d: int, conv_size: int) -> dict[str, int]:
     """Bytes of the recurrent caches of one layer and one sequence."""
-    layer = DeltaNet(heads * d, heads, conv_size=conv_size, rngs=nnx.Rngs(0))
+    # Parameters take no part here, so only their shapes are made; the cache is of real arrays.
+    layer = nnx.eval_shape(
+        lambda: DeltaNet(heads * d, heads, conv_size=conv_size, rngs=nnx.Rngs(0))
+    )
     cache = layer.init_cache(1)
     token = jnp.ones((1, 1, heads, d))
     normalised = normalized_linear_attention(token, token, token)[1]
