@@ -206,7 +206,8 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
 
     inverse = 2 * (n**2 - 16**2) // 3  # per token
     wy = n * (6 * K * V + 6 * n * K + 4 * n * V + inverse)
-    solve = n * (6 * K * V + 4 * n * K + 4 * n * V + inverse)
+    spread = 2 * V  # per token, beta over the columns of the right-hand side
+    solve = n * (6 * K * V + 4 * n * K + 4 * n * V + spread + inverse)
     plain = n * (4 * K * V + 2 * n * K + 2 * n * V)
     maps = n * (2 * K * K + 2 * K * V)
     assert products(form_2, x, S) == wy
