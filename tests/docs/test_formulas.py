@@ -204,14 +204,14 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
         writes = form.writes(S, None)
         return chunk.read(x, S, writes, None), form.advance(S, writes, None)
 
-    inverse = 2 * (n**2 - 16**2) // 3  # per token
-    wy = n * (6 * K * V + 6 * n * K + 4 * n * V + inverse)
+    solve = n + 8  # per token and column of the right-hand side: blocks of 8 rows
+    wy = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * (K + V))
     spread = 2 * V  # per token, beta over the columns of the right-hand side
-    solve = n * (6 * K * V + 4 * n * K + 4 * n * V + spread + inverse)
+    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + spread + solve * V)
     plain = n * (4 * K * V + 2 * n * K + 2 * n * V)
     maps = n * (2 * K * K + 2 * K * V)
     assert products(form_2, x, S) == wy
-    assert products(form_1, x, S) == solve
+    assert products(form_1, x, S) == form_1_cost
     assert products(form_2, x._replace(beta=None), S) == plain
     form = jax.eval_shape(lambda x: chunk.prepare_wy(x, None), x)
     assert products(lambda form: chunk.chunk_map(form, None), form) == maps
