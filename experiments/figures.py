@@ -1,6 +1,7 @@
 """One look for all figures: legible in print, and by colour-blind readers."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,9 +117,16 @@ def _unit_axis(ax: Axes, label: str, units: Sequence[tuple[float, str]]) -> None
         size, unit = next((u for u in units if x >= u[0] * 0.999), units[-1])
         return f"{x / size:g} {unit}"
 
+    def minor(x: float, place: int) -> str:
+        low, high = ax.get_ylim()
+        digit = round(x / 10 ** math.floor(math.log10(x) + 1e-9))
+        # Less than a decade and a half has too few powers of ten to read a value by.
+        return text(x, place) if high / low < 30 and digit in (2, 5) else ""
+
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(FuncFormatter(text))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_formatter(FuncFormatter(minor))
+    ax.tick_params(axis="y", which="minor", labelsize=STYLE["ytick.labelsize"])
     ax.set_ylabel(label)
 
 

@@ -12,9 +12,11 @@ console = Console(highlight=False)
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A rich table: the first column is text, numbers are to the right."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 0, 0, 1))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index == 0
+        )
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     return table
@@ -41,4 +43,5 @@ def _human(x: float | None, units: Sequence[tuple[float, str]]) -> str:
     if x == 0:
         return "0"
     size, unit = next((u for u in units if x >= u[0]), units[-1])
-    return f"{x / size:.3g} {unit}".rstrip()
+    number = x / size
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}".rstrip()

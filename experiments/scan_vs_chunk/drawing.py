@@ -108,18 +108,21 @@ def _guides(ax: Axes, options: ScanVsChunk, rows: Sequence[Row], y: str) -> None
             for T in options.lengths]  # fmt: skip
     ax.plot(options.lengths, maps, ":", color=PALETTE["red"], lw=1.1)
     ax.annotate(
-        r"one map per token: $2d^2$ floats", (options.lengths[-1], maps[-1]), xytext=(0, -4),
-        textcoords="offset points", ha="right", va="top", fontsize=7.5, color=PALETTE["red"],
+        "$2d^2$ floats per token", (options.lengths[0], maps[0]), xytext=(0, -6),
+        textcoords="offset points", ha="left", va="top", fontsize=7.5, color=PALETTE["red"],
     )  # fmt: skip
 
 
 def draw_sizes(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
     """Time and memory of forward and backward against head size and chunk size."""
     fig, axes = figures.figure(2, 2, panel=(3.5, 2.6))
-    rows = [r for r in measured
-            if r["T"] == options.sweep_length and r["direction"] == DIRECTIONS[1]]  # fmt: skip
-    heads = [r for r in _default_chunks(rows) if r["d"] in options.head_dims]
-    chunks = [r for r in rows if r["d"] == options.head_dim and r["C"] in options.chunk_sizes]
+    rows = [r for r in measured if r["direction"] == DIRECTIONS[1]]
+    at_length, at_chunk = options.head_sweep_length, options.chunk_sweep_length
+    heads = [
+        r for r in _default_chunks(rows) if r["T"] == at_length and r["d"] in options.head_dims
+    ]
+    chunks = [r for r in rows if r["T"] == at_chunk and r["C"] in options.chunk_sizes]
+    chunks = [r for r in chunks if r["d"] == options.head_dim]
     for row, (y, unit) in enumerate((("seconds", figures.seconds_axis),
                                      ("temporary_bytes", figures.bytes_axis))):  # fmt: skip
         _sweep(axes[row, 0], heads, "d", y)
@@ -128,8 +131,10 @@ def draw_sizes(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
             unit(ax, "time per call" if y == "seconds" else "temporary memory")
         figures.powers_of_two_axis(axes[row, 0], "head size d", options.head_dims)
         figures.powers_of_two_axis(axes[row, 1], "chunk size C", options.chunk_sizes)
-    axes[0, 0].set_title(f"T = {options.sweep_length}")
-    axes[0, 1].set_title(f"T = {options.sweep_length}, d = {options.head_dim}")
+    for ax in axes[:, 0]:
+        ax.set_title(f"T = {at_length}")
+    for ax in axes[:, 1]:
+        ax.set_title(f"T = {at_chunk}, d = {options.head_dim}")
     sizes = [r["temporary_bytes"] for r in heads if r["implementation"] == "associative"]
     if sizes and len(options.head_dims) > 1:
         figures.slope_guide(axes[1, 0], options.head_dims, min(sizes) / 2, 2, "slope 2: $d^2$")

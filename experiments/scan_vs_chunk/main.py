@@ -16,6 +16,16 @@ __all__ = ["run"]
 
 EXPERIMENT = "scan-vs-chunk"
 
+# A terminal of 80 columns leaves this much for a name.
+SHORT = {
+    "recurrent": "recurrent",
+    "associative": "assoc.",
+    "associative_chunked": "assoc./chunks",
+    "chunkwise": "chunk WY",
+    "chunkwise_solve": "chunk solve",
+    "pallas": "pallas",
+}
+
 
 def run(options: ScanVsChunk) -> int:
     """Run, or go on with a run; returns the exit status."""
@@ -87,41 +97,35 @@ def show_operators(options: ScanVsChunk, rows: Sequence[Row]) -> None:
         if not mine:
             continue
         backward = direction == operators.DIRECTIONS[1]
-        error = "gradient error" if backward else "output / state error"
-        columns = ["implementation", "T", "d", "C", "time", "±", "compile", "memory", "predicted",
-                   "FLOPs", error]  # fmt: skip
+        error = "grad error" if backward else "o, S error"
+        columns = ["form", "T", "d", "C", "time", "compile", "memory", "(model)", "FLOPs", error]
         cells = [_cells(row, backward=backward) for row in mine if row["status"] != "not here"]
         console.print(make_table(direction.replace("+", " + "), columns, cells))
     console.print(
         "time: median of single calls, ± half their interquartile range; memory: XLA's temporary "
-        "allocation; error: rms(x - x64) / rms(x64) against the float64 oracle"
+        "allocation, and its prediction; error: rms(x - x64) / rms(x64) against the float64 oracle"
     )
-    for name, reason in dict.fromkeys(
-        (row["implementation"], row["reason"]) for row in rows if row["status"] == "not here"
-    ):
+    for row in rows:
+        if row["status"] == "does not fit":
+            where = f"T={row['T']} d={row['d']}"
+            name, way = row["implementation"], row["direction"]
+            console.print(f"does not fit: {name} {way} {where}: {row['reason']}")
+    not_here = [(r["implementation"], r["reason"]) for r in rows if r["status"] == "not here"]
+    for name, reason in dict.fromkeys(not_here):
         console.print(f"not run here: {name}: {reason}")
 
 
 def _cells(row: Row, *, backward: bool) -> list[object]:
-    head = [row["implementation"], row["T"], row["d"], row["C"] or "-"]
+    head = [SHORT[row["implementation"]], row["T"], row["d"], row["C"] or "-"]
     predicted = [human_bytes(row["predicted_temporary_bytes"]), human_count(row["predicted_flops"])]
     if row["status"] == "does not fit":
-        return [
-            *head,
-            "does not fit",
-            "",
-            "",
-            human_bytes(row.get("temporary_bytes")),
-            *predicted,
-            "",
-        ]
+        return [*head, "no fit", "", human_bytes(row.get("temporary_bytes")), *predicted, ""]
     spread = (row["seconds_q75"] - row["seconds_q25"]) / 2
     names = ("error_gradient",) if backward else ("error_output", "error_state")
-    errors = " / ".join(f"{row[name]:.1e}" for name in names if name in row)
+    errors = " ".join(f"{row[name]:.0e}" for name in names if name in row)
     return [
         *head,
-        human_seconds(row["seconds"]),
-        human_seconds(spread),
+        f"{human_seconds(row['seconds'])} ±{100 * spread / row['seconds']:.0f}%",
         human_seconds(row["compile_seconds"]),
         human_bytes(row["temporary_bytes"]),
         *predicted,
@@ -136,7 +140,7 @@ def show_training(record: Run, verdict: Sequence[Row]) -> None:
         [
             row["arm"],
             f"{arms[row['arm']]['last_loss']:.4f}",
-            f"{row['largest_loss_difference']:.1e} (step {row['at_step']})",
+            f"{row['largest_loss_difference']:.1e} at {row['at_step']}",
             f"{arms[row['arm']]['tokens_per_second']:,.0f}",
             human_bytes(arms[row["arm"]]["temporary_bytes"]),
             human_seconds(arms[row["arm"]]["compile_seconds"]),
@@ -145,12 +149,5 @@ def show_training(record: Run, verdict: Sequence[Row]) -> None:
     ]
     text = record.find(kind="text")
     title = f"One model, one start, {text['bytes']:,} bytes of {text['source']}"
-    columns = [
-        "layer",
-        "last loss",
-        "largest difference",
-        "tokens/s",
-        "memory of a step",
-        "compile",
-    ]
+    columns = ["layer", "last loss", "largest gap", "tokens/s", "memory", "compile"]
     console.print(make_table(title, columns, cells))

@@ -1,7 +1,6 @@
 """The operators measured: time, memory and error of each implementation."""
 
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -48,15 +47,17 @@ class Case(NamedTuple):
 
 
 def cases(options: ScanVsChunk) -> list[Case]:
-    """The three sweeps, each case once, short ones first."""
-    at, d = options.sweep_length, options.head_dim
-    sizes = [(name, T, d, IMPLEMENTATIONS[name][1])
-             for T, name in itertools.product(options.lengths, IMPLEMENTATIONS)]  # fmt: skip
-    sizes += [(name, at, width, IMPLEMENTATIONS[name][1])
-              for width, name in itertools.product(options.head_dims, IMPLEMENTATIONS)]  # fmt: skip
-    sizes += [(name, at, d, C) for C, name in itertools.product(options.chunk_sizes, CHUNKED)]
-    unique = dict.fromkeys(sizes)
-    return [Case(name, way, *rest) for (name, *rest), way in itertools.product(unique, DIRECTIONS)]
+    """The three sweeps, each case once; what is wanted most comes first."""
+    d, chunks = options.head_dim, {name: C for name, (_, C) in IMPLEMENTATIONS.items()}
+    lengths = [(name, T, d, C) for T in options.lengths for name, C in chunks.items()]
+    T = options.head_sweep_length
+    heads = [(name, T, width, C) for width in options.head_dims for name, C in chunks.items()]
+    T = options.chunk_sweep_length
+    sizes = [(name, T, d, C) for C in options.chunk_sizes for name in CHUNKED]
+    ways = DIRECTIONS if options.sweep_forward else DIRECTIONS[1:]
+    wanted = [Case(name, way, *rest) for name, *rest in lengths for way in DIRECTIONS]
+    wanted += [Case(name, way, *rest) for name, *rest in heads + sizes for way in ways]
+    return list(dict.fromkeys(wanted))
 
 
 def memory_budget(options: ScanVsChunk) -> float:

@@ -47,11 +47,15 @@ class ScanVsChunk:
     head_dim: int = 64
     """K = V of the sweeps over T and over chunk sizes."""
     head_dims: tuple[int, ...] = (32, 64, 128)
-    """K = V of the second sweep, at `sweep_length`."""
+    """K = V of the second sweep."""
+    head_sweep_length: int = 256
+    """T of the sweep over head sizes."""
     chunk_sizes: tuple[int, ...] = (16, 64, 256)
-    """C of the third sweep, at `sweep_length`."""
-    sweep_length: int = 1024
-    """T of the sweeps over head sizes and chunk sizes."""
+    """C of the third sweep."""
+    chunk_sweep_length: int = 1024
+    """T of the sweep over chunk sizes."""
+    sweep_forward: bool = False
+    """Measure the forward pass alone in the second and third sweep too."""
     repeats: int = 15
     """Timed calls of a case, at most."""
     case_seconds: float = 0.6
@@ -67,11 +71,11 @@ class ScanVsChunk:
     """Text to train on; by default the source of this Python's standard library."""
     text_bytes: int = 4_000_000
     """Bytes of it to use, at most."""
-    steps: int = 60
+    steps: int = 40
     """Steps of training per layer."""
     train_batch: int = 4
     """Sequences per step."""
-    train_length: int = 256
+    train_length: int = 128
     """Bytes per sequence."""
     width: int = 64
     """Channels of the model."""
@@ -81,7 +85,7 @@ class ScanVsChunk:
     """Heads of each mixer."""
     learning_rate: float = 3e-3
     """Of AdamW, after 10 steps of warm-up."""
-    loss_tolerance: float = 1e-3
+    loss_tolerance: float = 1e-4
     """Nats by which the losses of one step may differ between layers."""
     checkpoint_every: int = 20
     """Steps between checkpoints of training."""
@@ -97,7 +101,9 @@ PRESETS = {
         head_dim=128,
         head_dims=(64, 128, 256),
         chunk_sizes=(32, 64, 128),
-        sweep_length=4096,
+        head_sweep_length=4096,
+        chunk_sweep_length=4096,
+        sweep_forward=True,
         repeats=30,
         case_seconds=1.5,
         steps=300,
@@ -107,6 +113,7 @@ PRESETS = {
         layers=4,
         train_heads=4,
         learning_rate=1e-3,
+        loss_tolerance=1e-3,
         checkpoint_every=50,
     ),
 }
