@@ -1,0 +1,133 @@
+"""The kernels joined by `custom_vjp`, and the way into and out of their layout."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.kernels.mosaic_tpu.backward import backward
+from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, join_rows, split_rows, vary_alike
+from deltanet_jax.kernels.mosaic_tpu.forward import forward
+from deltanet_jax.kernels.mosaic_tpu.plan import Plan, make_plan, why_not
+
+__all__ = ["chunkwise"]
+
+# A gate this low is an exact reset: its exponential is 0 in float32, and sums stay finite.
+LOG_ZERO = -1000.0
+# Coarse shares of g are multiples of this: 256 gates of LOG_ZERO still have an exact sum.
+COARSE = 1 / 16
+
+
+class Heads(NamedTuple):
+    """The differentiable arrays, heads before time, `T` a multiple of the chunk size."""
+
+    q: jax.Array  # [B, H, T, K]
+    k: jax.Array  # [B, H, T, K]
+    v: jax.Array  # [B, HV, T, V]
+    g: jax.Array | None  # [B, HV, T], finite
+    beta: jax.Array | None  # [B, HV, T]
+    state: jax.Array  # [B, HV, K, V]
+
+
+def chunkwise(
+    problem: Problem, chunk_size: int | None = None, *, interpret: object = False
+) -> tuple[jax.Array, jax.Array]:
+    """Run the kernels on a problem that `why_not` accepts.
+
+    Args:
+        problem: One call in canonical form.
+        chunk_size: Tokens per chunk; chosen from the shape by default.
+        interpret: True for Pallas's interpreter, or the parameters of its TPU interpreter.
+
+    Returns:
+        Outputs `[B, T, HV, V]` in the dtype of `v`, and the final state in float32.
+
+    Raises:
+        NotImplementedError: If the kernels do not cover the problem.
+    """
+    reason = why_not(problem, chunk_size)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    plan = make_plan(problem, chunk_size, interpret)
+    o, final = _run(plan, _heads_first(problem, plan))
+    return jnp.swapaxes(o, 1, 2)[:, : problem.v.shape[1]], final
+
+
+def _heads_first(problem: Problem, plan: Plan) -> Heads:
+    B, T, HV, V = problem.v.shape
+    f32 = jnp.float32
+    state = problem.initial_state
+    if state is None:
+        state = jnp.zeros((B, HV, problem.k.shape[-1], V), f32)
+    g = _finite_gate(problem)
+    beta = None if problem.beta is None else problem.beta.astype(f32)
+    padding = -T % plan.chunk
+
+    def turn(x: jax.Array | None) -> jax.Array | None:
+        # Padding follows the gate and is a no-op: k = v = beta = g = 0.
+        if x is None:
+            return None
+        return jnp.pad(
+            jnp.swapaxes(x, 1, 2), [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)
+        )
+
+    parts = [turn(x) for x in (problem.q, problem.k, problem.v, g, beta)]
+    return Heads(*vary_alike(*parts, state.astype(f32)))
+
+
+def _finite_gate(problem: Problem) -> jax.Array | None:
+    """The log-decay with resets written into it as `LOG_ZERO`, and finite everywhere."""
+    g = problem.g
+    if g is not None:
+        g = jnp.maximum(g.astype(jnp.float32), LOG_ZERO)
+    if problem.reset is None:
+        return g
+    if g is None:
+        g = jnp.zeros(problem.v.shape[:3], jnp.float32)
+    return jnp.where(problem.reset[..., None], LOG_ZERO, g)
+
+
+def _inputs(x: Heads, plan: Plan) -> Inputs:
+    beta = None if x.beta is None else split_rows(x.beta, plan)
+    coarse = fine = None
+    if x.g is not None:
+        g = split_rows(x.g, plan)
+        share = jnp.round(g / COARSE) * COARSE
+        coarse, fine = jnp.cumsum(share, axis=-1), jnp.cumsum(g - share, axis=-1)
+    return Inputs(x.q, x.k, x.v, beta, coarse, fine)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(plan: Plan, x: Heads) -> tuple[jax.Array, jax.Array]:
+    o, final, _ = forward(_inputs(x, plan), x.state, plan, save=False)
+    return o, final
+
+
+def _run_forward(plan: Plan, x: Heads):
+    inputs = _inputs(x, plan)
+    o, final, saved = forward(inputs, x.state, plan, save=True)
+    return (o, final), (inputs, saved)
+
+
+def _run_backward(plan: Plan, residuals, cotangents):
+    inputs, saved = residuals
+    do, d_final = cotangents
+    grads = backward(inputs, saved, do, d_final, plan)
+    beta = None if grads.beta is None else join_rows(grads.beta)
+    g = None
+    if grads.b is not None:
+        g = join_rows(jax.lax.cumsum(grads.b, axis=4, reverse=True))
+
+    def per_key_head(x: jax.Array) -> jax.Array:
+        B, _, T, K = x.shape
+        if x.shape == inputs.q.shape:
+            return x
+        shares = x.reshape(B, inputs.q.shape[1], -1, T, K)
+        return jnp.sum(shares, axis=2).astype(inputs.q.dtype)
+
+    return (Heads(per_key_head(grads.q), per_key_head(grads.k), grads.v, g, beta, grads.state),)
+
+
+_run.defvjp(_run_forward, _run_backward)

@@ -1,0 +1,91 @@
+"""The forward kernel: chunk after chunk, the state of a cell of heads stays in VMEM.
+
+::
+
+    E = v - exp(b) (k S)        R = beta E        U = T R
+    o = scale (exp(b) (q S) + tril(P(q, k)) U)
+    S' = exp(b_C) S + k^T (exp(b_C - b) U)
+
+Without the delta rule `U = v`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from deltanet_jax.kernels.mosaic_tpu import tile
+from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs, like
+from deltanet_jax.kernels.mosaic_tpu.plan import Plan
+
+__all__ = ["forward"]
+
+
+def _kernel(
+    x: Inputs,
+    initial: jax.Array,
+    o_ref: jax.Array,
+    state_ref: jax.Array,
+    saved: Saved | None,
+    *,
+    plan: Plan,
+) -> None:
+    dtype, p = x.q.dtype, plan.precision
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        state_ref[...] = initial[...]
+
+    q, k, v, S = x.q[...], x.k[...], x.v[...], state_ref[...]
+    s = S.astype(dtype)
+    kv, qv = tile.per_value_head(k, plan.heads), tile.per_value_head(q, plan.heads)
+    decay = tile.decay_factors(_read(x.coarse), _read(x.fine), plan.chunk)
+    U = v.astype(jnp.float32)
+    if plan.delta:
+        beta = tile.columns(x.beta[...])
+        kk = tile.per_value_head(tile.mm_nt(k, k, p), plan.heads)
+        T = tile.unit_lower_inverse(beta * (kk * decay.earlier)).astype(dtype)
+        E = U - tile.scaled(tile.mm(kv, s, p), decay.from_start)
+        U = tile.mm(T, (beta * E).astype(dtype), p)
+        if saved is not None:
+            saved.inverse[...] = T
+    qk = tile.per_value_head(tile.mm_nt(q, k, p), plan.heads)
+    A = (qk * decay.pairs).astype(dtype)
+    o = tile.scaled(tile.mm(qv, s, p), decay.from_start) + tile.mm(A, U.astype(dtype), p)
+    o_ref[...] = (plan.scale * o).astype(o_ref.dtype)
+    u_end = tile.scaled(U, decay.to_end).astype(dtype)
+    state_ref[...] = tile.scaled(S, decay.total) + tile.mm_tn(kv, u_end, p)
+    if saved is not None:
+        saved.states[...] = s
+
+
+def _read(ref: jax.Array | None) -> jax.Array | None:
+    return None if ref is None else ref[...]
+
+
+def forward(
+    x: Inputs, initial: jax.Array, plan: Plan, *, save: bool
+) -> tuple[jax.Array, jax.Array, Saved | None]:
+    """Outputs `[B, HV, T, V]`, the final state and, to `save`, what the backward kernel needs."""
+    (B, HV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
+    N, C = T // plan.chunk, plan.chunk
+    specs = Specs(plan, K, V, lambda n: n)
+    saved = None
+    if save:
+        inverse = like(x.v, (B, HV, N, C, C), dtype) if plan.delta else None
+        saved = Saved(like(x.v, (B, HV, N, K, V), dtype), inverse)
+    call = pl.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid=(B, HV // plan.heads, N),
+        in_specs=[specs.inputs(x), specs.state],
+        out_specs=[specs.values, specs.state, specs.saved(plan) if save else None],
+        out_shape=[like(x.v, x.v.shape, dtype), like(x.v, (B, HV, K, V), jnp.float32), saved],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        interpret=plan.interpret,
+        name="deltanet_forward",
+    )
+    return call(x, initial)

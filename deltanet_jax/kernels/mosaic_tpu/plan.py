@@ -1,0 +1,69 @@
+"""What the TPU kernels cover, and how a problem is cut into programs."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from deltanet_jax.core.recurrence import Problem
+
+__all__ = ["Plan", "make_plan", "why_not"]
+
+HEAD_DIMS = (64, 128, 256)
+CHUNK_SIZES = (16, 32, 64, 128, 256)
+DEFAULT_CHUNK = 128
+
+
+class Plan(NamedTuple):
+    """The static choices of one call; a program is a cell of heads, chunk after chunk."""
+
+    chunk: int  # tokens per chunk, C
+    heads: int  # value heads per cell, G
+    key_heads: int  # key heads per cell
+    group: int  # value heads per key head
+    scale: float
+    delta: bool
+    gated: bool
+    precision: jax.lax.Precision  # of products of float32 operands
+    interpret: object  # False, True, or the parameters of Pallas's TPU interpreter
+
+
+def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
+    """Why these kernels cannot run the problem, or `None`; looks at shapes and dtypes only."""
+    q, v = problem.q, problem.v
+    K, V = q.shape[-1], v.shape[-1]
+    dtypes = {str(x.dtype) for x in (q, problem.k, v)}
+    if len(dtypes) != 1 or not dtypes & {"bfloat16", "float32"}:
+        got = ", ".join(sorted(dtypes))
+        return f"the TPU kernels take bfloat16 or float32 inputs of one dtype; got {got}"
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        return f"the TPU kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
+    if problem.g is not None and problem.g.ndim == 4:
+        return "the TPU kernels have no gate per key channel"
+    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
+        return f"the TPU kernels need a chunk size in {CHUNK_SIZES}; got {chunk_size}"
+    return None
+
+
+def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Plan:
+    """Choose the chunk size and the heads of a program."""
+    T, H, K = problem.q.shape[1:]
+    HV, V = problem.v.shape[2:]
+    group = HV // H
+    if chunk_size is None:
+        chunk_size = next(c for c in CHUNK_SIZES if c >= min(T, DEFAULT_CHUNK))
+    # States, tiles and their copies for one head, against what half of a core's VMEM holds.
+    fits = max(1, (8 * 128 * 128) // (max(K, V) * max(K, V, chunk_size)))
+    heads = max(n for n in range(1, fits + 1) if HV % n == 0 and (n % group == 0 or group % n == 0))
+    precision = problem.precision
+    return Plan(
+        chunk=chunk_size,
+        heads=heads,
+        key_heads=max(1, heads // group),
+        group=group,
+        scale=problem.scale,
+        delta=problem.beta is not None,
+        gated=problem.g is not None or problem.reset is not None,
+        precision=jax.lax.Precision.HIGHEST if precision is None else precision,
+        interpret=interpret,
+    )

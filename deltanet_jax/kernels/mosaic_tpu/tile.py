@@ -1,0 +1,153 @@
+"""The mathematics of one chunk for the TPU kernels: products, decays and the inverse.
+
+Arrays hold the heads of a cell as their leading axis. Row vectors, as in the mathematics:
+`L_ij = beta_i k_i k_j^T exp(b_i - b_j)` for `j < i`, `T = (I + L)^-1`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "Decay",
+    "columns",
+    "decay_factors",
+    "mm",
+    "mm_nt",
+    "mm_tn",
+    "per_key_head",
+    "per_value_head",
+    "row_sum",
+    "scaled",
+    "to_rows",
+    "unit_lower_inverse",
+]
+
+# Added to exponents that a mask excludes: exp gives exactly 0, and nothing overflows before.
+MASKED = -1e30
+
+
+def _product(
+    x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: jax.lax.Precision | None
+) -> jax.Array:
+    # Mosaic refuses a precision for 16-bit operands, which are multiplied exactly anyway.
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((axes[0],), (axes[1],)), ((0,), (0,))),
+        precision=precision if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def mm(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x y` for every head."""
+    return _product(x, y, (2, 1), precision)
+
+
+def mm_nt(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x y^T` for every head."""
+    return _product(x, y, (2, 2), precision)
+
+
+def mm_tn(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x^T y` for every head."""
+    return _product(x, y, (1, 1), precision)
+
+
+def per_value_head(x: jax.Array, heads: int) -> jax.Array:
+    """Repeat the entries of the key heads so that there is one for each value head."""
+    n = x.shape[0]
+    if n == heads:
+        return x
+    shape = (n, heads // n, *x.shape[1:])
+    return jnp.broadcast_to(x[:, None], shape).reshape(heads, *x.shape[1:])
+
+
+def per_key_head(x: jax.Array, heads: int) -> jax.Array:
+    """Sum over the value heads of each key head."""
+    n = x.shape[0]
+    return x if n == heads else jnp.sum(x.reshape(heads, n // heads, *x.shape[1:]), axis=1)
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sums along the last axis, kept."""
+    return jnp.sum(x, axis=-1, keepdims=True)
+
+
+def positions(C: int) -> tuple[jax.Array, jax.Array]:
+    """Row and column numbers of a `[C, C]` matrix."""
+    return (
+        jax.lax.broadcasted_iota(jnp.int32, (C, C), 0),
+        jax.lax.broadcasted_iota(jnp.int32, (C, C), 1),
+    )
+
+
+def unit_lower_inverse(L: jax.Array) -> jax.Array:
+    """`(I + L)^-1` for strictly lower triangular `L`, `[G, C, C]` with `C` a power of two.
+
+    Blocks of size b become blocks of size 2b by `T - T (L masked to that level) T`: no power
+    of `L` is formed, so that the error stays small where its powers are huge.
+    """
+    C = L.shape[-1]
+    rows, cols = positions(C)
+    differ = rows ^ cols
+    T = jnp.where(differ == 0, 1.0, jnp.where(differ == 1, -L, 0.0))
+    size = 2
+    while size < C:
+        level = jnp.where((differ >= size) & (differ < 2 * size), L, 0.0)
+        T = T - mm(T, mm(level, T, jax.lax.Precision.HIGHEST), jax.lax.Precision.HIGHEST)
+        size *= 2
+    return T
+
+
+def columns(rows: jax.Array) -> jax.Array:
+    """`[G, C]`, one row for each head, to `[G, C, 1]`."""
+    turned = rows.T
+    return jnp.stack([turned[:, h : h + 1] for h in range(rows.shape[0])])
+
+
+def to_rows(columns: jax.Array) -> jax.Array:
+    """`[G, C, 1]` to `[G, C]`."""
+    return jnp.concatenate([columns[h] for h in range(columns.shape[0])], axis=1).T
+
+
+class Decay(NamedTuple):
+    """Exponentials of sums of log-decays over ranges of one chunk's tokens; `None` stands for 1."""
+
+    pairs: jax.Array  # exp(b_i - b_j) for j <= i, else 0: [G, C, C], or [1, C, C] without a gate
+    earlier: jax.Array  # the same for j < i
+    from_start: jax.Array | None  # exp(b_i), [G, C, 1]
+    to_end: jax.Array | None  # exp(b_C - b_i), [G, C, 1]
+    total: jax.Array | None  # exp(b_C), [G, 1, 1]
+
+
+def decay_factors(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> Decay:
+    """The factors of a chunk whose cumulative log-decay is `b = coarse + fine`, `[G, C]` each.
+
+    The coarse shares of `g` are multiples of a power of two, so that their sums and differences
+    are exact: a sum over a short range after a huge gate keeps its digits.
+    """
+    rows, cols = positions(C)
+    if coarse is None or fine is None:
+        causal = jnp.where(rows >= cols, 1.0, 0.0)[None]
+        return Decay(causal, jnp.where(rows > cols, 1.0, 0.0)[None], None, None, None)
+    lines, turned = (coarse, fine), (columns(coarse), columns(fine))
+    ends = tuple(x[:, -1:, :] for x in turned)
+    spans = [c - r[:, None, :] for c, r in zip(turned, lines, strict=True)]
+    # The exponent is masked, not its exponential, which would be infinite above the diagonal.
+    pairs = jnp.exp(jnp.where(rows >= cols, spans[0] + spans[1], MASKED))
+    return Decay(
+        pairs=pairs,
+        earlier=jnp.where(rows > cols, pairs, 0.0),
+        from_start=jnp.exp(turned[0] + turned[1]),
+        to_end=jnp.exp((ends[0] - turned[0]) + (ends[1] - turned[1])),
+        total=jnp.exp(ends[0] + ends[1]),
+    )
+
+
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """`factor * x` in float32."""
+    x = x.astype(jnp.float32)
+    return x if factor is None else factor * x
