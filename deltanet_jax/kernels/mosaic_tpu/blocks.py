@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan
 
-__all__ = ["Inputs", "Saved", "Specs", "like", "join_rows", "split_rows", "vary_alike"]
+__all__ = ["Inputs", "Saved", "Specs", "join_rows", "like", "split_rows", "vary_alike"]
 
 
 class Inputs(NamedTuple):

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from deltanet_jax.core.recurrence import Problem
 
