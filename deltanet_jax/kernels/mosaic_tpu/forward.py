@@ -32,7 +32,7 @@ def _kernel(
     *,
     plan: Plan,
 ) -> None:
-    dtype, p = x.q.dtype, plan.precision
+    dtype, p = x.q.dtype, plan.precision if x.q.dtype == jnp.float32 else None
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -46,7 +46,7 @@ def _kernel(
     if plan.delta:
         beta = tile.columns(x.beta[...])
         kk = tile.per_value_head(tile.mm_nt(k, k, p), plan.heads)
-        T = tile.unit_lower_inverse(beta * (kk * decay.earlier)).astype(dtype)
+        T = tile.unit_lower_inverse(beta * (kk * decay.earlier), p).astype(dtype)
         E = U - tile.scaled(tile.mm(kv, s, p), decay.from_start)
         U = tile.mm(T, (beta * E).astype(dtype), p)
         if saved is not None:

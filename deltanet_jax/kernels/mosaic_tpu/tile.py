@@ -26,6 +26,8 @@ __all__ = [
 
 # Added to exponents that a mask excludes: exp gives exactly 0, and nothing overflows before.
 MASKED = -1e30
+# Rows of a vector register, and of the blocks that are inverted by substitution.
+ROWS = 8
 
 
 def _product(
@@ -84,22 +86,79 @@ def positions(C: int) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def unit_lower_inverse(L: jax.Array) -> jax.Array:
+def unit_lower_inverse(L: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
     """`(I + L)^-1` for strictly lower triangular `L`, `[G, C, C]` with `C` a power of two.
 
-    Blocks of size b become blocks of size 2b by `T - T (L masked to that level) T`: no power
-    of `L` is formed, so that the error stays small where its powers are huge.
+    Rows are substituted inside blocks of 8; then blocks of size b become blocks of size 2b by
+    `T - T (L masked to that level) T`. No power of `L` is formed, so that the error stays small
+    where the powers are huge.
+
+    Args:
+        L: The matrix.
+        precision: Of the products; `None` for three products of 16-bit halves.
     """
     C = L.shape[-1]
     rows, cols = positions(C)
-    differ = rows ^ cols
-    T = jnp.where(differ == 0, 1.0, jnp.where(differ == 1, -L, 0.0))
-    size = 2
+    T = _block_inverses(L)
+    size = ROWS
     while size < C:
-        level = jnp.where((differ >= size) & (differ < 2 * size), L, 0.0)
-        T = T - mm(T, mm(level, T, jax.lax.Precision.HIGHEST), jax.lax.Precision.HIGHEST)
+        # Only every second block of rows changes: half a product each.
+        level = jnp.where(((rows ^ cols) & -size) == size, L, 0.0)
+        X = _accurate(_odd_blocks(level, size), T, precision)
+        step = _accurate(_odd_blocks(T, size), _spread(X, size), precision)
+        T = T - _spread(step, size)
         size *= 2
     return T
+
+
+def _odd_blocks(x: jax.Array, size: int) -> jax.Array:
+    """The rows whose block of `size` has an odd number, `[G, C / 2, C]`."""
+    G, C, _ = x.shape
+    return x.reshape(G, C // (2 * size), 2, size, C)[:, :, 1].reshape(G, C // 2, C)
+
+
+def _spread(x: jax.Array, size: int) -> jax.Array:
+    """Undo `_odd_blocks`, with zeros in the other rows."""
+    G, half, C = x.shape
+    x = x.reshape(G, half // size, 1, size, C)
+    return jnp.concatenate([jnp.zeros_like(x), x], axis=2).reshape(G, 2 * half, C)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 array as a sum of two bfloat16 arrays, to 2^-16."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _accurate(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x y` of float32 operands."""
+    if precision is not None:
+        return mm(x, y, precision)
+    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    return mm(xh, yh, None) + (mm(xh, yl, None) + mm(xl, yh, None))
+
+
+def _block_inverses(L: jax.Array) -> jax.Array:
+    """The inverses of the diagonal blocks of 8 rows of `I + L`, as a block diagonal matrix.
+
+    All blocks of a head lie side by side in one `[8, C]` tile, so that a step of the
+    substitution is one multiplication and one subtraction.
+    """
+    G, C, _ = L.shape
+    rows, cols = positions(C)
+    same = (rows & -ROWS) == (cols & -ROWS)
+    inside = jnp.where(same, L, 0.0)
+    tile = jnp.sum(inside.reshape(G, C // ROWS, ROWS, C), axis=1)  # [G, 8, C]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, C), 1) & (ROWS - 1)
+    # Column j of each block, copied into all of the block's columns.
+    picked = jnp.concatenate([jnp.where(lane == j, tile, 0.0) for j in range(ROWS - 1)], axis=1)
+    ones = jnp.broadcast_to(jnp.where(same, 1.0, 0.0), (G, C, C))
+    copies = mm(picked, ones, jax.lax.Precision.HIGHEST)
+    row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, C), 0)
+    X = jnp.broadcast_to(jnp.where(row == lane, 1.0, 0.0), (G, ROWS, C))
+    for j in range(ROWS - 1):
+        X = X - copies[:, j * ROWS : (j + 1) * ROWS] * X[:, j : j + 1]
+    return jnp.where(same, jnp.concatenate([X] * (C // ROWS), axis=1), 0.0)
 
 
 def columns(rows: jax.Array) -> jax.Array:
