@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from deltanet_jax.kernels.mosaic_tpu import tile
 from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs, like
-from deltanet_jax.kernels.mosaic_tpu.plan import Plan
+from deltanet_jax.kernels.mosaic_tpu.plan import VMEM_LIMIT, Plan
 
 __all__ = ["Gradients", "backward"]
 
@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
     v: jax.Array
     beta: jax.Array | None
     b: jax.Array | None  # of the cumulative log-decay
-    state: jax.Array  # [B, HV, K, V]
+    state: jax.Array  # [BHV, K, V]
 
 
 def _kernel(
@@ -43,7 +43,7 @@ def _kernel(
 ) -> None:
     dtype, p, G = x.q.dtype, plan.precision, plan.heads
 
-    @pl.when(pl.program_id(2) == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         out.state[...] = d_final[...]
 
@@ -118,17 +118,17 @@ def _read(ref: jax.Array | None) -> jax.Array | None:
 
 def backward(x: Inputs, saved: Saved, do: jax.Array, d_final: jax.Array, plan: Plan) -> Gradients:
     """Gradients of everything that the forward kernel read."""
-    (B, HV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
+    (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
     N = T // plan.chunk
     specs = Specs(plan, K, V, lambda n: N - 1 - n)
-    cells = HV // plan.heads
+    cells = BHV // plan.heads
     # Key heads read by several cells: each writes its share, in float32, for the caller to sum.
     shared = plan.group > plan.heads
-    keys = like(x.v, (B, cells * plan.key_heads, T, K), jnp.dtype(jnp.float32) if shared else dtype)
-    rows = like(x.v, (B, cells, N, plan.heads, plan.chunk), jnp.dtype(jnp.float32))
+    keys = like(x.v, (cells * plan.key_heads, T, K), jnp.dtype(jnp.float32) if shared else dtype)
+    rows = like(x.v, (cells, N, plan.heads, plan.chunk), jnp.dtype(jnp.float32))
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
-        grid=(B, cells, N),
+        grid=(cells, N),
         in_specs=[specs.inputs(x), specs.saved(plan), specs.values, specs.state],
         out_specs=[
             Gradients(
@@ -147,11 +147,11 @@ def backward(x: Inputs, saved: Saved, do: jax.Array, d_final: jax.Array, plan: P
                 like(x.v, x.v.shape, dtype),
                 rows if plan.delta else None,
                 rows if plan.gated else None,
-                like(x.v, (B, HV, K, V), jnp.dtype(jnp.float32)),
+                like(x.v, (BHV, K, V), jnp.dtype(jnp.float32)),
             )
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=plan.interpret,
         name="deltanet_backward",

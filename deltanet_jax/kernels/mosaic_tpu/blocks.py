@@ -1,6 +1,7 @@
 """The arrays that the kernels read and write, in their layout, and the blocks of one program.
 
-A program's index is (batch, cell of heads, chunk); chunks of one cell run in order.
+`BH` and `BHV` are batch and heads as one axis: value head n reads key head n // (HV // H) there
+too. A program's index is (cell of heads, chunk); the chunks of one cell run in order.
 """
 
 from collections.abc import Callable
@@ -18,19 +19,19 @@ __all__ = ["Inputs", "Saved", "Specs", "join_rows", "like", "split_rows", "vary_
 class Inputs(NamedTuple):
     """One problem, padded to whole chunks, heads before time; `None` where it has no such part."""
 
-    q: jax.Array  # [B, H, T, K]
-    k: jax.Array  # [B, H, T, K]
-    v: jax.Array  # [B, HV, T, V]
-    beta: jax.Array | None  # [B, cells, N, G, C]
-    coarse: jax.Array | None  # [B, cells, N, G, C]; the cumulative log-decay is coarse + fine
+    q: jax.Array  # [BH, T, K]
+    k: jax.Array  # [BH, T, K]
+    v: jax.Array  # [BHV, T, V]
+    beta: jax.Array | None  # [cells, N, G, C]
+    coarse: jax.Array | None  # [cells, N, G, C]; the cumulative log-decay is coarse + fine
     fine: jax.Array | None
 
 
 class Saved(NamedTuple):
     """What the forward kernel keeps for the backward kernel, in the dtype of the inputs."""
 
-    states: jax.Array  # [B, HV, N, K, V], at the start of each chunk
-    inverse: jax.Array | None  # [B, HV, N, C, C], (I + L)^-1
+    states: jax.Array  # [BHV, N, K, V], at the start of each chunk
+    inverse: jax.Array | None  # [BHV, N, C, C], (I + L)^-1
 
 
 class Specs:
@@ -44,19 +45,13 @@ class Specs:
             return jax.lax.div(cell, cells) if cells > 1 else cell
 
         keys = plan.key_heads
-        self.keys = pl.BlockSpec(
-            (None, keys, C, K), lambda b, c, n: (b, key_cell(c), chunk_of(n), 0)
-        )
-        self.key_grads = pl.BlockSpec((None, keys, C, K), lambda b, c, n: (b, c, chunk_of(n), 0))
-        self.values = pl.BlockSpec((None, G, C, V), lambda b, c, n: (b, c, chunk_of(n), 0))
-        self.rows = pl.BlockSpec(
-            (None, None, None, G, C), lambda b, c, n: (b, c, chunk_of(n), 0, 0)
-        )
-        self.state = pl.BlockSpec((None, G, K, V), lambda b, c, n: (b, c, 0, 0))
-        self.states = pl.BlockSpec((None, G, None, K, V), lambda b, c, n: (b, c, chunk_of(n), 0, 0))
-        self.inverse = pl.BlockSpec(
-            (None, G, None, C, C), lambda b, c, n: (b, c, chunk_of(n), 0, 0)
-        )
+        self.keys = pl.BlockSpec((keys, C, K), lambda c, n: (key_cell(c), chunk_of(n), 0))
+        self.key_grads = pl.BlockSpec((keys, C, K), lambda c, n: (c, chunk_of(n), 0))
+        self.values = pl.BlockSpec((G, C, V), lambda c, n: (c, chunk_of(n), 0))
+        self.rows = pl.BlockSpec((None, None, G, C), lambda c, n: (c, chunk_of(n), 0, 0))
+        self.state = pl.BlockSpec((G, K, V), lambda c, n: (c, 0, 0))
+        self.states = pl.BlockSpec((G, None, K, V), lambda c, n: (c, chunk_of(n), 0, 0))
+        self.inverse = pl.BlockSpec((G, None, C, C), lambda c, n: (c, chunk_of(n), 0, 0))
 
     def inputs(self, x: Inputs) -> Inputs:
         rows = [None if part is None else self.rows for part in (x.beta, x.coarse, x.fine)]
@@ -72,16 +67,16 @@ def like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDty
 
 
 def split_rows(x: jax.Array, plan: Plan) -> jax.Array:
-    """`[B, HV, T]` to `[B, cells, N, G, C]`: a program's vectors as one tile."""
-    B, HV, T = x.shape
-    x = x.reshape(B, HV // plan.heads, plan.heads, T // plan.chunk, plan.chunk)
-    return jnp.swapaxes(x, 2, 3)
+    """`[BHV, T]` to `[cells, N, G, C]`: a program's vectors as one tile."""
+    BHV, T = x.shape
+    x = x.reshape(BHV // plan.heads, plan.heads, T // plan.chunk, plan.chunk)
+    return jnp.swapaxes(x, 1, 2)
 
 
 def join_rows(x: jax.Array) -> jax.Array:
     """Undo `split_rows`."""
-    B, cells, N, G, C = x.shape
-    return jnp.swapaxes(x, 2, 3).reshape(B, cells * G, N * C)
+    cells, N, G, C = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(cells * G, N * C)
 
 
 def vary_alike(*arrays: jax.Array | None) -> list[jax.Array | None]:

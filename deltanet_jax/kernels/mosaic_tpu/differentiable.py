@@ -23,12 +23,12 @@ COARSE = 1 / 16
 class Heads(NamedTuple):
     """The differentiable arrays, heads before time, `T` a multiple of the chunk size."""
 
-    q: jax.Array  # [B, H, T, K]
-    k: jax.Array  # [B, H, T, K]
-    v: jax.Array  # [B, HV, T, V]
-    g: jax.Array | None  # [B, HV, T], finite
-    beta: jax.Array | None  # [B, HV, T]
-    state: jax.Array  # [B, HV, K, V]
+    q: jax.Array  # [BH, T, K]
+    k: jax.Array  # [BH, T, K]
+    v: jax.Array  # [BHV, T, V]
+    g: jax.Array | None  # [BHV, T], finite
+    beta: jax.Array | None  # [BHV, T]
+    state: jax.Array  # [BHV, K, V]
 
 
 def chunkwise(
@@ -52,7 +52,9 @@ def chunkwise(
         raise NotImplementedError(reason)
     plan = make_plan(problem, chunk_size, interpret)
     o, final = _run(plan, _heads_first(problem, plan))
-    return jnp.swapaxes(o, 1, 2)[:, : problem.v.shape[1]], final
+    B, T, HV, V = problem.v.shape
+    o = jnp.swapaxes(o.reshape(B, HV, -1, V), 1, 2)
+    return o[:, :T], final.reshape(B, HV, *final.shape[1:])
 
 
 def _heads_first(problem: Problem, plan: Plan) -> Heads:
@@ -69,12 +71,13 @@ def _heads_first(problem: Problem, plan: Plan) -> Heads:
         # Padding follows the gate and is a no-op: k = v = beta = g = 0.
         if x is None:
             return None
-        return jnp.pad(
-            jnp.swapaxes(x, 1, 2), [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)
-        )
+        x = jnp.swapaxes(x, 1, 2)
+        x = x.reshape(-1, *x.shape[2:])
+        return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
 
     parts = [turn(x) for x in (problem.q, problem.k, problem.v, g, beta)]
-    return Heads(*vary_alike(*parts, state.astype(f32)))
+    state = state.astype(f32).reshape(B * HV, *state.shape[2:])
+    return Heads(*vary_alike(*parts, state))
 
 
 def _finite_gate(problem: Problem) -> jax.Array | None:
@@ -118,14 +121,14 @@ def _run_backward(plan: Plan, residuals, cotangents):
     beta = None if grads.beta is None else join_rows(grads.beta)
     g = None
     if grads.b is not None:
-        g = join_rows(jax.lax.cumsum(grads.b, axis=4, reverse=True))
+        g = join_rows(jax.lax.cumsum(grads.b, axis=3, reverse=True))
 
     def per_key_head(x: jax.Array) -> jax.Array:
-        B, _, T, K = x.shape
+        _, T, K = x.shape
         if x.shape == inputs.q.shape:
             return x
-        shares = x.reshape(B, inputs.q.shape[1], -1, T, K)
-        return jnp.sum(shares, axis=2).astype(inputs.q.dtype)
+        shares = x.reshape(inputs.q.shape[0], -1, T, K)
+        return jnp.sum(shares, axis=1).astype(inputs.q.dtype)
 
     return (Heads(per_key_head(grads.q), per_key_head(grads.k), grads.v, g, beta, grads.state),)
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from deltanet_jax.kernels.mosaic_tpu import tile
 from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs, like
-from deltanet_jax.kernels.mosaic_tpu.plan import Plan
+from deltanet_jax.kernels.mosaic_tpu.plan import VMEM_LIMIT, Plan
 
 __all__ = ["forward"]
 
@@ -34,7 +34,7 @@ def _kernel(
 ) -> None:
     dtype, p = x.q.dtype, plan.precision if x.q.dtype == jnp.float32 else None
 
-    @pl.when(pl.program_id(2) == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         state_ref[...] = initial[...]
 
@@ -68,22 +68,22 @@ def _read(ref: jax.Array | None) -> jax.Array | None:
 def forward(
     x: Inputs, initial: jax.Array, plan: Plan, *, save: bool
 ) -> tuple[jax.Array, jax.Array, Saved | None]:
-    """Outputs `[B, HV, T, V]`, the final state and, to `save`, what the backward kernel needs."""
-    (B, HV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
+    """Outputs `[BHV, T, V]`, the final state and, to `save`, what the backward kernel needs."""
+    (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
     N, C = T // plan.chunk, plan.chunk
     specs = Specs(plan, K, V, lambda n: n)
     saved = None
     if save:
-        inverse = like(x.v, (B, HV, N, C, C), dtype) if plan.delta else None
-        saved = Saved(like(x.v, (B, HV, N, K, V), dtype), inverse)
+        inverse = like(x.v, (BHV, N, C, C), dtype) if plan.delta else None
+        saved = Saved(like(x.v, (BHV, N, K, V), dtype), inverse)
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
-        grid=(B, HV // plan.heads, N),
+        grid=(BHV // plan.heads, N),
         in_specs=[specs.inputs(x), specs.state],
         out_specs=[specs.values, specs.state, specs.saved(plan) if save else None],
-        out_shape=[like(x.v, x.v.shape, dtype), like(x.v, (B, HV, K, V), jnp.float32), saved],
+        out_shape=[like(x.v, x.v.shape, dtype), like(x.v, (BHV, K, V), jnp.float32), saved],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=plan.interpret,
         name="deltanet_forward",

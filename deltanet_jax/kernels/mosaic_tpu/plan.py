@@ -11,13 +11,18 @@ __all__ = ["Plan", "make_plan", "why_not"]
 HEAD_DIMS = (64, 128, 256)
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_CHUNK = 128
+# Under the 64 MiB of the smallest core's VMEM, with room for what XLA keeps there.
+VMEM_LIMIT = 40 * 2**20
+# Heads of 128 x 128 in one program. Their serial chains hide each other's latency; more of them
+# cost VMEM and compile time, in float32 six products for one.
+MAX_HEADS = {"bfloat16": 8, "float32": 2}
 
 
 class Plan(NamedTuple):
     """The static choices of one call; a program is a cell of heads, chunk after chunk."""
 
     chunk: int  # tokens per chunk, C
-    heads: int  # value heads per cell, G
+    heads: int  # value heads per cell, G; batch and heads are one axis
     key_heads: int  # key heads per cell
     group: int  # value heads per key head
     scale: float
@@ -46,14 +51,16 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
 
 def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Plan:
     """Choose the chunk size and the heads of a program."""
-    T, H, K = problem.q.shape[1:]
+    B, T, H, K = problem.q.shape
     HV, V = problem.v.shape[2:]
     group = HV // H
     if chunk_size is None:
         chunk_size = next(c for c in CHUNK_SIZES if c >= min(T, DEFAULT_CHUNK))
-    # States, tiles and their copies for one head, against what half of a core's VMEM holds.
-    fits = max(1, (8 * 128 * 128) // (max(K, V) * max(K, V, chunk_size)))
-    heads = max(n for n in range(1, fits + 1) if HV % n == 0 and (n % group == 0 or group % n == 0))
+    tile = max(chunk_size, 128) * max(K, V, chunk_size, 128)
+    fits = max(1, MAX_HEADS[str(problem.v.dtype)] * 128 * 128 // max(tile, K * V))
+    heads = max(
+        n for n in range(1, fits + 1) if (B * HV) % n == 0 and (n % group == 0 or group % n == 0)
+    )
     precision = problem.precision
     return Plan(
         chunk=chunk_size,
