@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan
 
-__all__ = ["Inputs", "Saved", "Specs", "join_rows", "like", "split_rows", "vary_alike"]
+__all__ = ["Inputs", "Saved", "Specs", "join_rows", "like", "split_rows", "varies", "vary_alike"]
 
 
 class Inputs(NamedTuple):
@@ -77,6 +77,11 @@ def join_rows(x: jax.Array) -> jax.Array:
     """Undo `split_rows`."""
     cells, N, G, C = x.shape
     return jnp.swapaxes(x, 1, 2).reshape(cells * G, N * C)
+
+
+def varies(*arrays: jax.Array) -> bool:
+    """Whether one of the arrays is typed as varying over an axis of `shard_map`."""
+    return any(jax.typeof(x).mat.varying for x in arrays)
 
 
 def vary_alike(*arrays: jax.Array | None) -> list[jax.Array | None]:

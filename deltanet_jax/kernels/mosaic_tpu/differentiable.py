@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.kernels.mosaic_tpu.backward import backward
-from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, join_rows, split_rows, vary_alike
+from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, join_rows, split_rows, varies, vary_alike
 from deltanet_jax.kernels.mosaic_tpu.forward import forward
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan, make_plan, why_not
 
@@ -50,6 +51,9 @@ def chunkwise(
     reason = why_not(problem, chunk_size)
     if reason is not None:
         raise NotImplementedError(reason)
+    if interpret is True and varies(problem.q, problem.k, problem.v):
+        # Pallas's plain interpreter mixes constants with values typed by `shard_map`.
+        interpret = pltpu.InterpretParams()
     plan = make_plan(problem, chunk_size, interpret)
     o, final = _run(plan, _heads_first(problem, plan))
     B, T, HV, V = problem.v.shape
