@@ -61,7 +61,7 @@ def _kernel(
         kk = tile.per_value_head(tile.mm_nt(k, k, p), G)
         read = tile.scaled(tile.mm(kv, s, p), decay.from_start)
         E = v.astype(jnp.float32) - read
-        u = tile.mm(T, (beta * E).astype(dtype), p).astype(dtype)
+        u = tile.accurate(tile.mm, T, beta * E, p).astype(dtype)
 
     to_end = tile.scaled(tile.mm(kv, ds, p), decay.to_end)
     A = (qk * decay.pairs).astype(dtype)
@@ -75,7 +75,7 @@ def _kernel(
     d_state = tile.scaled(dS, decay.total) + tile.mm_tn(qv, do_start, p)
     dv, pairs, db = dU, dqk * qk, tile.row_sum(qv.astype(jnp.float32) * dq_start)
     if plan.delta:
-        dR = tile.mm_tn(T, dU.astype(dtype), p)
+        dR = tile.accurate(tile.mm_tn, T, dU, p)
         dv = beta * dR
         de = tile.scaled(dv, decay.from_start).astype(dtype)
         dkk = -(tile.mm_nt(dR.astype(dtype), u, p) * decay.earlier)

@@ -28,10 +28,10 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward kernel keeps for the backward kernel, in the dtype of the inputs."""
+    """What the forward kernel keeps for the backward kernel."""
 
-    states: jax.Array  # [BHV, N, K, V], at the start of each chunk
-    inverse: jax.Array | None  # [BHV, N, C, C], (I + L)^-1
+    states: jax.Array  # [BHV, N, K, V], at the start of each chunk, dtype of q
+    inverse: jax.Array | None  # [BHV, N, C, C], (I + L)^-1, float32
 
 
 class Specs:

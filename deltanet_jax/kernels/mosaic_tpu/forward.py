@@ -32,7 +32,7 @@ def _kernel(
     *,
     plan: Plan,
 ) -> None:
-    dtype, p = x.q.dtype, plan.precision if x.q.dtype == jnp.float32 else None
+    dtype, p = x.q.dtype, plan.precision
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
@@ -46,9 +46,9 @@ def _kernel(
     if plan.delta:
         beta = tile.columns(x.beta[...])
         kk = tile.per_value_head(tile.mm_nt(k, k, p), plan.heads)
-        T = tile.unit_lower_inverse(beta * (kk * decay.earlier), p).astype(dtype)
+        T = tile.unit_lower_inverse(beta * (kk * decay.earlier), p)
         E = U - tile.scaled(tile.mm(kv, s, p), decay.from_start)
-        U = tile.mm(T, (beta * E).astype(dtype), p)
+        U = tile.accurate(tile.mm, T, beta * E, p)
         if saved is not None:
             saved.inverse[...] = T
     qk = tile.per_value_head(tile.mm_nt(q, k, p), plan.heads)
@@ -74,7 +74,7 @@ def forward(
     specs = Specs(plan, K, V, lambda n: n)
     saved = None
     if save:
-        inverse = like(x.v, (BHV, N, C, C), dtype) if plan.delta else None
+        inverse = like(x.v, (BHV, N, C, C), jnp.float32) if plan.delta else None
         saved = Saved(like(x.v, (BHV, N, K, V), dtype), inverse)
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),

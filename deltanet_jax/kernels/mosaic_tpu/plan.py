@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     scale: float
     delta: bool
     gated: bool
-    precision: jax.lax.Precision  # of products of float32 operands
+    precision: jax.lax.Precision | None  # of all products; None for 16-bit inputs, as Mosaic wants
     interpret: object  # False, True, or the parameters of Pallas's TPU interpreter
 
 
@@ -62,6 +62,10 @@ def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Pl
         n for n in range(1, fits + 1) if (B * HV) % n == 0 and (n % group == 0 or group % n == 0)
     )
     precision = problem.precision
+    if str(problem.v.dtype) == "bfloat16":
+        precision = None
+    elif precision is None:
+        precision = jax.lax.Precision.HIGHEST
     return Plan(
         chunk=chunk_size,
         heads=heads,
@@ -70,6 +74,6 @@ def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Pl
         scale=problem.scale,
         delta=problem.beta is not None,
         gated=problem.g is not None or problem.reset is not None,
-        precision=jax.lax.Precision.HIGHEST if precision is None else precision,
+        precision=precision,
         interpret=interpret,
     )
