@@ -55,13 +55,14 @@ def _kernel(
     qk = tile.per_value_head(tile.mm_nt(q, k, p), G)
 
     # The chunk again, from the state and the inverse that the forward kernel kept.
-    u = v
+    U = v.astype(jnp.float32)
     if plan.delta:
         beta, T = tile.columns(x.beta[...]), saved.inverse[...]
         kk = tile.per_value_head(tile.mm_nt(k, k, p), G)
         read = tile.scaled(tile.mm(kv, s, p), decay.from_start)
-        E = v.astype(jnp.float32) - read
-        u = tile.accurate(tile.mm, T, beta * E, p).astype(dtype)
+        E = U - read
+        U = tile.accurate(tile.mm, T, beta * E, p)
+    u = U.astype(dtype)
 
     to_end = tile.scaled(tile.mm(kv, ds, p), decay.to_end)
     A = (qk * decay.pairs).astype(dtype)
@@ -69,7 +70,7 @@ def _kernel(
     dqk = plan.scale * (tile.mm_nt(do, u, p) * decay.pairs)
     dq_start = plan.scale * tile.scaled(tile.mm_nt(do, s, p), decay.from_start)
     do_start = (plan.scale * tile.scaled(do, decay.from_start)).astype(dtype)
-    u_end = tile.scaled(u, decay.to_end).astype(dtype)
+    u_end = tile.scaled(U, decay.to_end).astype(dtype)
     dq = dq_start + tile.mm(dqk.astype(dtype), kv, p)
     dk = tile.mm_nt(u_end, ds, p) + tile.mm_tn(dqk.astype(dtype), qv, p)
     d_state = tile.scaled(dS, decay.total) + tile.mm_tn(qv, do_start, p)
@@ -78,7 +79,8 @@ def _kernel(
         dR = tile.accurate(tile.mm_tn, T, dU, p)
         dv = beta * dR
         de = tile.scaled(dv, decay.from_start).astype(dtype)
-        dkk = -(tile.mm_nt(dR.astype(dtype), u, p) * decay.earlier)
+        # The two halves of dbeta nearly cancel where keys are alike.
+        dkk = -(tile.accurate(tile.mm_nt, dR, U, p) * decay.earlier)
         out.beta[...] = tile.to_rows(tile.row_sum(dR * E) + tile.row_sum(dkk * kk))
         dkk = beta * dkk
         dk -= tile.mm_nt(de, s, p)
@@ -86,7 +88,7 @@ def _kernel(
         d_state -= tile.mm_tn(kv, de, p)
         pairs, db = pairs + dkk * kk, db - tile.row_sum(dv * read)
     if plan.gated:
-        ends = tile.row_sum(u.astype(jnp.float32) * to_end)
+        ends = tile.row_sum(U * to_end)
         total = tile.scaled(
             jnp.sum(s.astype(jnp.float32) * dS, axis=(1, 2), keepdims=True), decay.total
         )
