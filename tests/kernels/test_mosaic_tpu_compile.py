@@ -71,10 +71,11 @@ def compiled_text(function, *arguments) -> str:
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_forward_and_training_compile(chip: str, D: int) -> None:
+    H = 8 if D == 128 else 4  # the largest cell once; smaller ones compile faster
     assert VMEM_MIB[chip] * 2**20 > plan.VMEM_LIMIT  # a kernel above it does not compile
     arrays = arguments(
         SingleDeviceSharding(devices(chip)[0]),
-        (1, 300, 8, 8, D, D),
+        (1, 300, H, H, D, D),
         gate=chip in ("v5p", "v6e"),
     )
     inference = compiled_text(forward, arrays)

@@ -13,90 +13,133 @@ and every exponential passes its own product on to the b that it holds.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from deltanet_jax.compat import type_like
 from deltanet_jax.kernels.mosaic_tpu import tile
-from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs, like
+from deltanet_jax.kernels.mosaic_tpu.blocks import A, Inputs, Saved, Specs
 from deltanet_jax.kernels.mosaic_tpu.plan import VMEM_LIMIT, Plan
 
 __all__ = ["Gradients", "backward"]
 
 
-class Gradients(NamedTuple):
+class Gradients(NamedTuple, Generic[A]):
     """Gradients in the layout of `Inputs`; those of q and k once per cell that reads the head."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    beta: jax.Array | None
-    b: jax.Array | None  # of the cumulative log-decay
-    state: jax.Array  # [BHV, K, V]
+    q: A
+    k: A
+    v: A
+    beta: A | None
+    b: A | None  # of the cumulative log-decay
+    state: A  # [BHV, K, V]
+
+
+class _Rule(NamedTuple):
+    """What the delta rule computes in a chunk, again from the state and the inverse."""
+
+    beta: jax.Array  # [G, C, 1]
+    T: jax.Array
+    kk: jax.Array  # k k^T
+    read: jax.Array  # exp(b) (k S)
+    E: jax.Array  # v - read
+    U: jax.Array
+
+
+def _rule(
+    x: Inputs[jax.Array], saved: Saved[jax.Array], decay: tile.Decay, plan: Plan
+) -> _Rule | None:
+    if x.beta is None or saved.inverse is None:
+        return None
+    k, p, G = x.k[...], plan.precision, plan.heads
+    beta, T = tile.columns(x.beta[...]), saved.inverse[...]
+    kk = tile.per_value_head(tile.mm_nt(k, k, p), G)
+    read = tile.mm(tile.per_value_head(k, G), saved.states[...], p)
+    read = tile.scaled(read, decay.from_start)
+    E = x.v[...].astype(jnp.float32) - read
+    return _Rule(beta, T, kk, read, E, tile.accurate(tile.mm, T, beta * E, p))
 
 
 def _kernel(
-    x: Inputs, saved: Saved, do_ref: jax.Array, d_final: jax.Array, out: Gradients, *, plan: Plan
+    x: Inputs[jax.Array],
+    saved: Saved[jax.Array],
+    do_ref: jax.Array,
+    d_final: jax.Array,
+    out: Gradients[jax.Array],
+    *,
+    plan: Plan,
 ) -> None:
-    dtype, p, G = x.q.dtype, plan.precision, plan.heads
+    dtype, p = x.q.dtype, plan.precision
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         out.state[...] = d_final[...]
 
-    q, k, v, do, s = x.q[...], x.k[...], x.v[...], do_ref[...], saved.states[...]
-    kv, qv = tile.per_value_head(k, G), tile.per_value_head(q, G)
-    dS = out.state[...]
-    ds = dS.astype(dtype)
-    decay = tile.decay_factors(_read(x.coarse), _read(x.fine), plan.chunk)
-    qk = tile.per_value_head(tile.mm_nt(q, k, p), G)
+    do, s, dS = do_ref[...], saved.states[...], out.state[...]
+    k, q = (tile.per_value_head(ref[...], plan.heads) for ref in (x.k, x.q))
+    decay = tile.read_decay(x.coarse, x.fine, plan.chunk)
+    rule = _rule(x, saved, decay, plan)
+    U = x.v[...].astype(jnp.float32) if rule is None else rule.U
+    u, ds = U.astype(dtype), dS.astype(dtype)
 
-    # The chunk again, from the state and the inverse that the forward kernel kept.
-    U = v.astype(jnp.float32)
-    if plan.delta:
-        beta, T = tile.columns(x.beta[...]), saved.inverse[...]
-        kk = tile.per_value_head(tile.mm_nt(k, k, p), G)
-        read = tile.scaled(tile.mm(kv, s, p), decay.from_start)
-        E = U - read
-        U = tile.accurate(tile.mm, T, beta * E, p)
-    u = U.astype(dtype)
-
-    to_end = tile.scaled(tile.mm(kv, ds, p), decay.to_end)
-    A = (qk * decay.pairs).astype(dtype)
-    dU = plan.scale * tile.mm_tn(A, do, p) + to_end
+    qk = tile.per_value_head(tile.mm_nt(x.q[...], x.k[...], p), plan.heads)
+    to_end = tile.scaled(tile.mm(k, ds, p), decay.to_end)
+    dU = plan.scale * tile.mm_tn((qk * decay.pairs).astype(dtype), do, p) + to_end
     dqk = plan.scale * (tile.mm_nt(do, u, p) * decay.pairs)
     dq_start = plan.scale * tile.scaled(tile.mm_nt(do, s, p), decay.from_start)
     do_start = (plan.scale * tile.scaled(do, decay.from_start)).astype(dtype)
     u_end = tile.scaled(U, decay.to_end).astype(dtype)
-    dq = dq_start + tile.mm(dqk.astype(dtype), kv, p)
-    dk = tile.mm_nt(u_end, ds, p) + tile.mm_tn(dqk.astype(dtype), qv, p)
-    d_state = tile.scaled(dS, decay.total) + tile.mm_tn(qv, do_start, p)
-    dv, pairs, db = dU, dqk * qk, tile.row_sum(qv.astype(jnp.float32) * dq_start)
-    if plan.delta:
-        dR = tile.accurate(tile.mm_tn, T, dU, p)
-        dv = beta * dR
-        de = tile.scaled(dv, decay.from_start).astype(dtype)
-        # The two halves of dbeta nearly cancel where keys are alike.
-        dkk = -(tile.accurate(tile.mm_nt, dR, U, p) * decay.earlier)
-        out.beta[...] = tile.to_rows(tile.row_sum(dR * E) + tile.row_sum(dkk * kk))
-        dkk = beta * dkk
-        dk -= tile.mm_nt(de, s, p)
-        dk += tile.mm(dkk.astype(dtype), kv, p) + tile.mm_tn(dkk.astype(dtype), kv, p)
-        d_state -= tile.mm_tn(kv, de, p)
-        pairs, db = pairs + dkk * kk, db - tile.row_sum(dv * read)
-    if plan.gated:
+    dq = dq_start + tile.mm(dqk.astype(dtype), k, p)
+    dk = tile.mm_nt(u_end, ds, p) + tile.mm_tn(dqk.astype(dtype), q, p)
+    out.state[...] = tile.scaled(dS, decay.total) + tile.mm_tn(q, do_start, p)
+    pairs, db = dqk * qk, tile.row_sum(q.astype(jnp.float32) * dq_start)
+    if rule is None:
+        out.v[...] = dU.astype(dtype)
+    else:
+        dk_rule, pairs_rule, db_rule, dbeta = _rule_gradients(rule, dU, k, s, decay, out, plan)
+        if out.beta is not None:
+            out.beta[...] = tile.to_rows(dbeta)
+        dk, pairs, db = dk + dk_rule, pairs + pairs_rule, db + db_rule
+    if out.b is not None:
         ends = tile.row_sum(U * to_end)
-        total = tile.scaled(
-            jnp.sum(s.astype(jnp.float32) * dS, axis=(1, 2), keepdims=True), decay.total
-        )
-        out.b[...] = _decay_gradient(pairs, db - ends, total + jnp.sum(ends, axis=1, keepdims=True))
+        total = jnp.sum(s.astype(jnp.float32) * dS, axis=(1, 2), keepdims=True)
+        last = tile.scaled(total, decay.total) + jnp.sum(ends, axis=1, keepdims=True)
+        out.b[...] = _decay_gradient(pairs, db - ends, last)
     out.q[...] = tile.per_key_head(dq, plan.key_heads).astype(out.q.dtype)
     out.k[...] = tile.per_key_head(dk, plan.key_heads).astype(out.k.dtype)
+
+
+def _rule_gradients(
+    rule: _Rule,
+    dU: jax.Array,
+    k: jax.Array,
+    s: jax.Array,
+    decay: tile.Decay,
+    out: Gradients[jax.Array],
+    plan: Plan,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Through `U = T (beta (v - exp(b) (k S)))`: writes dv, adds to the state's gradient.
+
+    Returns:
+        The share of dk; that of the pairwise decays; that of `b`; dbeta.
+    """
+    dtype, p = k.dtype, plan.precision
+    dR = tile.accurate(tile.mm_tn, rule.T, dU, p)
+    dv = rule.beta * dR
+    de = tile.scaled(dv, decay.from_start).astype(dtype)
+    # The two halves of dbeta nearly cancel where keys are alike.
+    dL = -(tile.accurate(tile.mm_nt, dR, rule.U, p) * decay.earlier)
     out.v[...] = dv.astype(dtype)
-    out.state[...] = d_state
+    dbeta = tile.row_sum(dR * rule.E) + tile.row_sum(dL * rule.kk)
+    out.state[...] -= tile.mm_tn(k, de, p)
+    dkk = rule.beta * dL
+    low = dkk.astype(dtype)
+    dk = tile.mm(low, k, p) + tile.mm_tn(low, k, p) - tile.mm_nt(de, s, p)
+    return dk, dkk * rule.kk, -tile.row_sum(dv * rule.read), dbeta
 
 
 def _decay_gradient(pairs: jax.Array, rows: jax.Array, last: jax.Array) -> jax.Array:
@@ -114,11 +157,9 @@ def _decay_gradient(pairs: jax.Array, rows: jax.Array, last: jax.Array) -> jax.A
     return tile.to_rows(rows + jnp.where(at_end, last, 0.0)) - jnp.sum(pairs, axis=1)
 
 
-def _read(ref: jax.Array | None) -> jax.Array | None:
-    return None if ref is None else ref[...]
-
-
-def backward(x: Inputs, saved: Saved, do: jax.Array, d_final: jax.Array, plan: Plan) -> Gradients:
+def backward(
+    x: Inputs[jax.Array], saved: Saved[jax.Array], do: jax.Array, d_final: jax.Array, plan: Plan
+) -> Gradients[jax.Array]:
     """Gradients of everything that the forward kernel read."""
     (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
     N = T // plan.chunk
@@ -126,8 +167,8 @@ def backward(x: Inputs, saved: Saved, do: jax.Array, d_final: jax.Array, plan: P
     cells = BHV // plan.heads
     # Key heads read by several cells: each writes its share, in float32, for the caller to sum.
     shared = plan.group > plan.heads
-    keys = like(x.v, (cells * plan.key_heads, T, K), jnp.dtype(jnp.float32) if shared else dtype)
-    rows = like(x.v, (cells, N, plan.heads, plan.chunk), jnp.dtype(jnp.float32))
+    keys = type_like(x.v, (cells * plan.key_heads, T, K), jnp.float32 if shared else dtype)
+    rows = type_like(x.v, (cells, N, plan.heads, plan.chunk), jnp.float32)
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(cells, N),
@@ -146,10 +187,10 @@ def backward(x: Inputs, saved: Saved, do: jax.Array, d_final: jax.Array, plan: P
             Gradients(
                 keys,
                 keys,
-                like(x.v, x.v.shape, dtype),
+                type_like(x.v, x.v.shape, dtype),
                 rows if plan.delta else None,
                 rows if plan.gated else None,
-                like(x.v, (BHV, K, V), jnp.dtype(jnp.float32)),
+                type_like(x.v, (BHV, K, V), jnp.float32),
             )
         ],
         compiler_params=pltpu.CompilerParams(
@@ -158,5 +199,6 @@ def backward(x: Inputs, saved: Saved, do: jax.Array, d_final: jax.Array, plan: P
         interpret=plan.interpret,
         name="deltanet_backward",
     )
+    grads: Gradients[jax.Array]
     (grads,) = call(x, saved, do, d_final)
     return grads

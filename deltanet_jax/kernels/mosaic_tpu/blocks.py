@@ -5,7 +5,7 @@ too. A program's index is (cell of heads, chunk); the chunks of one cell run in 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,29 @@ from jax.experimental import pallas as pl
 
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan
 
-__all__ = ["Inputs", "Saved", "Specs", "join_rows", "like", "split_rows", "varies", "vary_alike"]
+__all__ = ["Inputs", "Saved", "Specs", "join_rows", "split_rows"]
 
 
-class Inputs(NamedTuple):
+# What a record of arrays holds: arrays, their types, or their block specifications.
+A = TypeVar("A")
+
+
+class Inputs(NamedTuple, Generic[A]):
     """One problem, padded to whole chunks, heads before time; `None` where it has no such part."""
 
-    q: jax.Array  # [BH, T, K]
-    k: jax.Array  # [BH, T, K]
-    v: jax.Array  # [BHV, T, V]
-    beta: jax.Array | None  # [cells, N, G, C]
-    coarse: jax.Array | None  # [cells, N, G, C]; the cumulative log-decay is coarse + fine
-    fine: jax.Array | None
+    q: A  # [BH, T, K]
+    k: A  # [BH, T, K]
+    v: A  # [BHV, T, V]
+    beta: A | None  # [cells, N, G, C]
+    coarse: A | None  # [cells, N, G, C]; the cumulative log-decay is coarse + fine
+    fine: A | None
 
 
-class Saved(NamedTuple):
+class Saved(NamedTuple, Generic[A]):
     """What the forward kernel keeps for the backward kernel."""
 
-    states: jax.Array  # [BHV, N, K, V], at the start of each chunk, dtype of q
-    inverse: jax.Array | None  # [BHV, N, C, C], (I + L)^-1, float32
+    states: A  # [BHV, N, K, V], at the start of each chunk, dtype of q
+    inverse: A | None  # [BHV, N, C, C], (I + L)^-1, float32
 
 
 class Specs:
@@ -53,17 +57,12 @@ class Specs:
         self.states = pl.BlockSpec((G, None, K, V), lambda c, n: (c, chunk_of(n), 0, 0))
         self.inverse = pl.BlockSpec((G, None, C, C), lambda c, n: (c, chunk_of(n), 0, 0))
 
-    def inputs(self, x: Inputs) -> Inputs:
+    def inputs(self, x: Inputs[jax.Array]) -> Inputs[pl.BlockSpec]:
         rows = [None if part is None else self.rows for part in (x.beta, x.coarse, x.fine)]
         return Inputs(self.keys, self.keys, self.values, *rows)
 
-    def saved(self, plan: Plan) -> Saved:
+    def saved(self, plan: Plan) -> Saved[pl.BlockSpec]:
         return Saved(self.states, self.inverse if plan.delta else None)
-
-
-def like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """The type of an output that varies over the same `shard_map` axes as `x`."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
 
 
 def split_rows(x: jax.Array, plan: Plan) -> jax.Array:
@@ -77,20 +76,3 @@ def join_rows(x: jax.Array) -> jax.Array:
     """Undo `split_rows`."""
     cells, N, G, C = x.shape
     return jnp.swapaxes(x, 1, 2).reshape(cells * G, N * C)
-
-
-def varies(*arrays: jax.Array) -> bool:
-    """Whether one of the arrays is typed as varying over an axis of `shard_map`."""
-    return any(jax.typeof(x).mat.varying for x in arrays)
-
-
-def vary_alike(*arrays: jax.Array | None) -> list[jax.Array | None]:
-    """The arrays, typed as varying over every `shard_map` axis that one of them varies over."""
-    present = [x for x in arrays if x is not None]
-    axes = frozenset[str]().union(*(jax.typeof(x).mat.varying for x in present))
-
-    def vary(x: jax.Array | None) -> jax.Array | None:
-        missing = () if x is None else tuple(sorted(axes - jax.typeof(x).mat.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [vary(x) for x in arrays]

@@ -1,23 +1,23 @@
 """The kernels joined by `custom_vjp`, and the way into and out of their layout."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.compat import vary_like, varying_axes
+from deltanet_jax.core.recurrence import Problem, decay_with_resets
 from deltanet_jax.kernels.mosaic_tpu.backward import backward
-from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, join_rows, split_rows, varies, vary_alike
+from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, join_rows, split_rows
 from deltanet_jax.kernels.mosaic_tpu.forward import forward
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan, make_plan, why_not
 
 __all__ = ["chunkwise"]
 
-# A gate this low is an exact reset: its exponential is 0 in float32, and sums stay finite.
-LOG_ZERO = -1000.0
-# Coarse shares of g are multiples of this: 256 gates of LOG_ZERO still have an exact sum.
+# Coarse shares of g are multiples of this: 256 gates that are resets still have an exact sum.
 COARSE = 1 / 16
 
 
@@ -51,7 +51,7 @@ def chunkwise(
     reason = why_not(problem, chunk_size)
     if reason is not None:
         raise NotImplementedError(reason)
-    if interpret is True and varies(problem.q, problem.k, problem.v):
+    if interpret is True and any(map(varying_axes, (problem.q, problem.k, problem.v))):
         # Pallas's plain interpreter mixes constants with values typed by `shard_map`.
         interpret = pltpu.InterpretParams()
     plan = make_plan(problem, chunk_size, interpret)
@@ -67,37 +67,34 @@ def _heads_first(problem: Problem, plan: Plan) -> Heads:
     state = problem.initial_state
     if state is None:
         state = jnp.zeros((B, HV, problem.k.shape[-1], V), f32)
-    g = _finite_gate(problem)
+    g = decay_with_resets(problem)
     beta = None if problem.beta is None else problem.beta.astype(f32)
     padding = -T % plan.chunk
 
-    def turn(x: jax.Array | None) -> jax.Array | None:
+    def turn(x: jax.Array) -> jax.Array:
         # Padding follows the gate and is a no-op: k = v = beta = g = 0.
-        if x is None:
-            return None
         x = jnp.swapaxes(x, 1, 2)
         x = x.reshape(-1, *x.shape[2:])
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
 
-    parts = [turn(x) for x in (problem.q, problem.k, problem.v, g, beta)]
-    state = state.astype(f32).reshape(B * HV, *state.shape[2:])
-    return Heads(*vary_alike(*parts, state))
+    heads = Heads(
+        q=turn(problem.q),
+        k=turn(problem.k),
+        v=turn(problem.v),
+        g=_optional(turn, g),
+        beta=_optional(turn, beta),
+        state=state.astype(f32).reshape(B * HV, *state.shape[2:]),
+    )
+    everything = jax.tree.leaves(heads)
+    return Heads(*(_optional(lambda x: vary_like(x, *everything), x) for x in heads))
 
 
-def _finite_gate(problem: Problem) -> jax.Array | None:
-    """The log-decay with resets written into it as `LOG_ZERO`, and finite everywhere."""
-    g = problem.g
-    if g is not None:
-        g = jnp.maximum(g.astype(jnp.float32), LOG_ZERO)
-    if problem.reset is None:
-        return g
-    if g is None:
-        g = jnp.zeros(problem.v.shape[:3], jnp.float32)
-    return jnp.where(problem.reset[..., None], LOG_ZERO, g)
+def _optional(function: Callable[[jax.Array], jax.Array], x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else function(x)
 
 
-def _inputs(x: Heads, plan: Plan) -> Inputs:
-    beta = None if x.beta is None else split_rows(x.beta, plan)
+def _inputs(x: Heads, plan: Plan) -> Inputs[jax.Array]:
+    beta = _optional(lambda y: split_rows(y, plan), x.beta)
     coarse = fine = None
     if x.g is not None:
         g = split_rows(x.g, plan)
@@ -106,23 +103,29 @@ def _inputs(x: Heads, plan: Plan) -> Inputs:
     return Inputs(x.q, x.k, x.v, beta, coarse, fine)
 
 
+Residuals = tuple[Inputs[jax.Array], Saved[jax.Array]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(plan: Plan, x: Heads) -> tuple[jax.Array, jax.Array]:
     o, final, _ = forward(_inputs(x, plan), x.state, plan, save=False)
     return o, final
 
 
-def _run_forward(plan: Plan, x: Heads):
+def _run_forward(plan: Plan, x: Heads) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     inputs = _inputs(x, plan)
     o, final, saved = forward(inputs, x.state, plan, save=True)
+    assert saved is not None
     return (o, final), (inputs, saved)
 
 
-def _run_backward(plan: Plan, residuals, cotangents):
+def _run_backward(
+    plan: Plan, residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Heads]:
     inputs, saved = residuals
     do, d_final = cotangents
     grads = backward(inputs, saved, do, d_final, plan)
-    beta = None if grads.beta is None else join_rows(grads.beta)
+    beta = _optional(join_rows, grads.beta)
     g = None
     if grads.b is not None:
         g = join_rows(jax.lax.cumsum(grads.b, axis=3, reverse=True))

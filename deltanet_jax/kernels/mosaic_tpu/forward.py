@@ -16,19 +16,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from deltanet_jax.compat import type_like
 from deltanet_jax.kernels.mosaic_tpu import tile
-from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs, like
+from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs
 from deltanet_jax.kernels.mosaic_tpu.plan import VMEM_LIMIT, Plan
 
 __all__ = ["forward"]
 
 
 def _kernel(
-    x: Inputs,
+    x: Inputs[jax.Array],
     initial: jax.Array,
     o_ref: jax.Array,
     state_ref: jax.Array,
-    saved: Saved | None,
+    saved: Saved[jax.Array] | None,
     *,
     plan: Plan,
 ) -> None:
@@ -41,15 +42,15 @@ def _kernel(
     q, k, v, S = x.q[...], x.k[...], x.v[...], state_ref[...]
     s = S.astype(dtype)
     kv, qv = tile.per_value_head(k, plan.heads), tile.per_value_head(q, plan.heads)
-    decay = tile.decay_factors(_read(x.coarse), _read(x.fine), plan.chunk)
+    decay = tile.read_decay(x.coarse, x.fine, plan.chunk)
     U = v.astype(jnp.float32)
-    if plan.delta:
+    if x.beta is not None:
         beta = tile.columns(x.beta[...])
         kk = tile.per_value_head(tile.mm_nt(k, k, p), plan.heads)
         T = tile.unit_lower_inverse(beta * (kk * decay.earlier), p)
         E = U - tile.scaled(tile.mm(kv, s, p), decay.from_start)
         U = tile.accurate(tile.mm, T, beta * E, p)
-        if saved is not None:
+        if saved is not None and saved.inverse is not None:
             saved.inverse[...] = T
     qk = tile.per_value_head(tile.mm_nt(q, k, p), plan.heads)
     A = (qk * decay.pairs).astype(dtype)
@@ -61,31 +62,32 @@ def _kernel(
         saved.states[...] = s
 
 
-def _read(ref: jax.Array | None) -> jax.Array | None:
-    return None if ref is None else ref[...]
-
-
 def forward(
-    x: Inputs, initial: jax.Array, plan: Plan, *, save: bool
-) -> tuple[jax.Array, jax.Array, Saved | None]:
+    x: Inputs[jax.Array], initial: jax.Array, plan: Plan, *, save: bool
+) -> tuple[jax.Array, jax.Array, Saved[jax.Array] | None]:
     """Outputs `[BHV, T, V]`, the final state and, to `save`, what the backward kernel needs."""
     (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
     N, C = T // plan.chunk, plan.chunk
     specs = Specs(plan, K, V, lambda n: n)
     saved = None
     if save:
-        inverse = like(x.v, (BHV, N, C, C), jnp.float32) if plan.delta else None
-        saved = Saved(like(x.v, (BHV, N, K, V), dtype), inverse)
+        inverse = type_like(x.v, (BHV, N, C, C), jnp.float32) if plan.delta else None
+        saved = Saved(type_like(x.v, (BHV, N, K, V), dtype), inverse)
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(BHV // plan.heads, N),
         in_specs=[specs.inputs(x), specs.state],
         out_specs=[specs.values, specs.state, specs.saved(plan) if save else None],
-        out_shape=[like(x.v, x.v.shape, dtype), like(x.v, (BHV, K, V), jnp.float32), saved],
+        out_shape=[
+            type_like(x.v, x.v.shape, dtype),
+            type_like(x.v, (BHV, K, V), jnp.float32),
+            saved,
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=plan.interpret,
         name="deltanet_forward",
     )
-    return call(x, initial)
+    o, final, saved = call(x, initial)
+    return o, final, saved

@@ -20,6 +20,8 @@ __all__ = [
     "mm_tn",
     "per_key_head",
     "per_value_head",
+    "positions",
+    "read_decay",
     "row_sum",
     "scaled",
     "to_rows",
@@ -213,6 +215,13 @@ def decay_factors(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> D
         to_end=jnp.exp((ends[0] - turned[0]) + (ends[1] - turned[1])),
         total=jnp.exp(ends[0] + ends[1]),
     )
+
+
+def read_decay(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> Decay:
+    """`decay_factors` of two references to rows, or of `None`."""
+    if coarse is None or fine is None:
+        return decay_factors(None, None, C)
+    return decay_factors(coarse[...], fine[...], C)
 
 
 def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
