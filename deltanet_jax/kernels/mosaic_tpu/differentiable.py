@@ -86,7 +86,8 @@ def _heads_first(problem: Problem, plan: Plan) -> Heads:
         state=state.astype(f32).reshape(B * HV, *state.shape[2:]),
     )
     everything = jax.tree.leaves(heads)
-    return Heads(*(_optional(lambda x: vary_like(x, *everything), x) for x in heads))
+    varied: Heads = jax.tree.map(lambda x: vary_like(x, *everything), heads)
+    return varied
 
 
 def _optional(function: Callable[[jax.Array], jax.Array], x: jax.Array | None) -> jax.Array | None:
