@@ -40,6 +40,8 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
     if len(dtypes) != 1 or not dtypes & {"bfloat16", "float32"}:
         got = ", ".join(sorted(dtypes))
         return f"the TPU kernels take bfloat16 or float32 inputs of one dtype; got {got}"
+    if dtypes == {"bfloat16"} and problem.precision not in (None, jax.lax.Precision.DEFAULT):
+        return f"the TPU kernels round 16-bit products; got precision={problem.precision}"
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         return f"the TPU kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
     if problem.g is not None and problem.g.ndim == 4:

@@ -100,7 +100,7 @@ def unit_lower_inverse(L: jax.Array, precision: jax.lax.Precision | None) -> jax
 
     Args:
         L: The matrix.
-        precision: Of the products; `None` for three products of 16-bit halves.
+        precision: Of a call's other products; `None` where their operands have 16 bits.
     """
     C = L.shape[-1]
     rows, cols = positions(C)
@@ -144,7 +144,7 @@ def accurate(
     that the compiler realises, the interpreter gives the same digits.
     """
     if precision is not None:
-        return product(x, y, precision)
+        return product(x, y, jax.lax.Precision.HIGHEST)
     (xh, xl), (yh, yl) = _halves(x), _halves(y)
     return product(xh, yh, None) + (product(xh, yl, None) + product(xl, yh, None))
 
