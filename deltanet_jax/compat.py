@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-__all__ = ["enable_x64", "vary_like"]
+__all__ = ["enable_x64", "type_like", "vary_like", "varying_axes"]
 
 
 def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
@@ -12,13 +13,21 @@ def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
     The carry of a scan must enter with the type it leaves with; a constant made inside
     `shard_map` varies over no axis until it is said to.
     """
-    wanted = frozenset[str]().union(*(_varying(y) for y in others if y is not None))
-    missing = tuple(sorted(wanted - _varying(x)))
+    wanted = frozenset[str]().union(*(varying_axes(y) for y in others if y is not None))
+    missing = tuple(sorted(wanted - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The `shard_map` axes over which `x` is typed as varying."""
     return frozenset(jax.typeof(jnp.asarray(x)).mat.varying)
+
+
+def type_like(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """The type of an array that varies over the same `shard_map` axes as `x`."""
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        shape, dtype, manual_axis_type=jax.typeof(x).mat
+    )
 
 
 def enable_x64(enabled: bool = True) -> object:

@@ -1,0 +1,230 @@
+"""The mathematics of one chunk for the TPU kernels: products, decays and the inverse.
+
+Arrays hold the heads of a cell as their leading axis. Row vectors, as in the mathematics:
+`L_ij = beta_i k_i k_j^T exp(b_i - b_j)` for `j < i`, `T = (I + L)^-1`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "Decay",
+    "accurate",
+    "columns",
+    "decay_factors",
+    "mm",
+    "mm_nt",
+    "mm_tn",
+    "per_key_head",
+    "per_value_head",
+    "positions",
+    "read_decay",
+    "row_sum",
+    "scaled",
+    "to_rows",
+    "unit_lower_inverse",
+]
+
+Product = Callable[[jax.Array, jax.Array, jax.lax.Precision | None], jax.Array]
+
+# Added to exponents that a mask excludes: exp gives exactly 0, and nothing overflows before.
+MASKED = -1e30
+# Rows of a vector register, and of the blocks that are inverted by substitution.
+ROWS = 8
+
+
+def _product(
+    x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: jax.lax.Precision | None
+) -> jax.Array:
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((axes[0],), (axes[1],)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def mm(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x y` for every head."""
+    return _product(x, y, (2, 1), precision)
+
+
+def mm_nt(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x y^T` for every head."""
+    return _product(x, y, (2, 2), precision)
+
+
+def mm_tn(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`x^T y` for every head."""
+    return _product(x, y, (1, 1), precision)
+
+
+def per_value_head(x: jax.Array, heads: int) -> jax.Array:
+    """Repeat the entries of the key heads so that there is one for each value head."""
+    n = x.shape[0]
+    if n == heads:
+        return x
+    shape = (n, heads // n, *x.shape[1:])
+    return jnp.broadcast_to(x[:, None], shape).reshape(heads, *x.shape[1:])
+
+
+def per_key_head(x: jax.Array, heads: int) -> jax.Array:
+    """Sum over the value heads of each key head."""
+    n = x.shape[0]
+    return x if n == heads else jnp.sum(x.reshape(heads, n // heads, *x.shape[1:]), axis=1)
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sums along the last axis, kept."""
+    return jnp.sum(x, axis=-1, keepdims=True)
+
+
+def positions(C: int) -> tuple[jax.Array, jax.Array]:
+    """Row and column numbers of a `[C, C]` matrix."""
+    return (
+        jax.lax.broadcasted_iota(jnp.int32, (C, C), 0),
+        jax.lax.broadcasted_iota(jnp.int32, (C, C), 1),
+    )
+
+
+def unit_lower_inverse(L: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+    """`(I + L)^-1` for strictly lower triangular `L`, `[G, C, C]` with `C` a power of two.
+
+    Rows are substituted inside blocks of 8; then blocks of size b become blocks of size 2b by
+    `T - T (L masked to that level) T`. No power of `L` is formed, so that the error stays small
+    where the powers are huge.
+
+    Args:
+        L: The matrix.
+        precision: Of a call's other products; `None` where their operands have 16 bits.
+    """
+    C = L.shape[-1]
+    rows, cols = positions(C)
+    T = _block_inverses(L)
+    size = ROWS
+    while size < C:
+        # Only every second block of rows changes: half a product each.
+        level = jnp.where(((rows ^ cols) & -size) == size, L, 0.0)
+        X = accurate(mm, _odd_blocks(level, size), T, precision)
+        step = accurate(mm, _odd_blocks(T, size), _spread(X, size), precision)
+        T = T - _spread(step, size)
+        size *= 2
+    return T
+
+
+def _odd_blocks(x: jax.Array, size: int) -> jax.Array:
+    """The rows whose block of `size` has an odd number, `[G, C / 2, C]`."""
+    G, C, _ = x.shape
+    return x.reshape(G, C // (2 * size), 2, size, C)[:, :, 1].reshape(G, C // 2, C)
+
+
+def _spread(x: jax.Array, size: int) -> jax.Array:
+    """Undo `_odd_blocks`, with zeros in the other rows."""
+    G, half, C = x.shape
+    x = x.reshape(G, half // size, 1, size, C)
+    return jnp.concatenate([jnp.zeros_like(x), x], axis=2).reshape(G, 2 * half, C)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 array as a sum of two bfloat16 arrays, to 2^-16."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def accurate(
+    product: Product, x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None
+) -> jax.Array:
+    """`product(x, y)` of float32 operands, also where the other operands have 16 bits.
+
+    Three products of 16-bit halves then: a third of the cost of float32, and unlike a precision
+    that the compiler realises, the interpreter gives the same digits.
+    """
+    if precision is not None:
+        return product(x, y, jax.lax.Precision.HIGHEST)
+    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    return product(xh, yh, None) + (product(xh, yl, None) + product(xl, yh, None))
+
+
+def _block_inverses(L: jax.Array) -> jax.Array:
+    """The inverses of the diagonal blocks of 8 rows of `I + L`, as a block diagonal matrix.
+
+    All blocks of a head lie side by side in one `[8, C]` tile, so that a step of the
+    substitution is one multiplication and one subtraction.
+    """
+    G, C, _ = L.shape
+    rows, cols = positions(C)
+    same = (rows & -ROWS) == (cols & -ROWS)
+    inside = jnp.where(same, L, 0.0)
+    tile = jnp.sum(inside.reshape(G, C // ROWS, ROWS, C), axis=1)  # [G, 8, C]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, C), 1) & (ROWS - 1)
+    # Column j of each block, copied into all of the block's columns.
+    picked = jnp.concatenate([jnp.where(lane == j, tile, 0.0) for j in range(ROWS - 1)], axis=1)
+    ones = jnp.broadcast_to(jnp.where(same, 1.0, 0.0), (G, C, C))
+    copies = mm(picked, ones, jax.lax.Precision.HIGHEST)
+    row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, C), 0)
+    X = jnp.broadcast_to(jnp.where(row == lane, 1.0, 0.0), (G, ROWS, C))
+    for j in range(ROWS - 1):
+        X = X - copies[:, j * ROWS : (j + 1) * ROWS] * X[:, j : j + 1]
+    return jnp.where(same, jnp.concatenate([X] * (C // ROWS), axis=1), 0.0)
+
+
+def columns(rows: jax.Array) -> jax.Array:
+    """`[G, C]`, one row for each head, to `[G, C, 1]`."""
+    turned = rows.T
+    return jnp.stack([turned[:, h : h + 1] for h in range(rows.shape[0])])
+
+
+def to_rows(columns: jax.Array) -> jax.Array:
+    """`[G, C, 1]` to `[G, C]`."""
+    return jnp.concatenate([columns[h] for h in range(columns.shape[0])], axis=1).T
+
+
+class Decay(NamedTuple):
+    """Exponentials of sums of log-decays over ranges of one chunk's tokens; `None` stands for 1."""
+
+    pairs: jax.Array  # exp(b_i - b_j) for j <= i, else 0: [G, C, C], or [1, C, C] without a gate
+    earlier: jax.Array  # the same for j < i
+    from_start: jax.Array | None  # exp(b_i), [G, C, 1]
+    to_end: jax.Array | None  # exp(b_C - b_i), [G, C, 1]
+    total: jax.Array | None  # exp(b_C), [G, 1, 1]
+
+
+def decay_factors(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> Decay:
+    """The factors of a chunk whose cumulative log-decay is `b = coarse + fine`, `[G, C]` each.
+
+    The coarse shares of `g` are multiples of a power of two, so that their sums and differences
+    are exact: a sum over a short range after a huge gate keeps its digits.
+    """
+    rows, cols = positions(C)
+    if coarse is None or fine is None:
+        causal = jnp.where(rows >= cols, 1.0, 0.0)[None]
+        return Decay(causal, jnp.where(rows > cols, 1.0, 0.0)[None], None, None, None)
+    lines, turned = (coarse, fine), (columns(coarse), columns(fine))
+    ends = tuple(x[:, -1:, :] for x in turned)
+    spans = [c - r[:, None, :] for c, r in zip(turned, lines, strict=True)]
+    # The exponent is masked, not its exponential, which would be infinite above the diagonal.
+    pairs = jnp.exp(jnp.where(rows >= cols, spans[0] + spans[1], MASKED))
+    return Decay(
+        pairs=pairs,
+        earlier=jnp.where(rows > cols, pairs, 0.0),
+        from_start=jnp.exp(turned[0] + turned[1]),
+        to_end=jnp.exp((ends[0] - turned[0]) + (ends[1] - turned[1])),
+        total=jnp.exp(ends[0] + ends[1]),
+    )
+
+
+def read_decay(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> Decay:
+    """`decay_factors` of two references to rows, or of `None`."""
+    if coarse is None or fine is None:
+        return decay_factors(None, None, C)
+    return decay_factors(coarse[...], fine[...], C)
+
+
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """`factor * x` in float32."""
+    x = x.astype(jnp.float32)
+    return x if factor is None else factor * x

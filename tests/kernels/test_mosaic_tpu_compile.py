@@ -1,0 +1,129 @@
+"""The TPU kernels through the real compiler, for chips that this machine does not have.
+
+The interpreters know nothing of tiles, of what Mosaic can lower, or of how large VMEM is; libtpu
+compiles for a described topology without opening a device. Skipped without libtpu.
+"""
+
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.kernels import mosaic_tpu
+from deltanet_jax.kernels.mosaic_tpu import plan
+
+# Read by libtpu when it loads: test processes side by side, no logs, no search for a device.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_LOG_DIR", "disabled")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
+)
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # of one core
+
+
+def devices(chip: str) -> list:
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+
+
+def arguments(sharding, shape, dtype=jnp.bfloat16, *, gate: bool, delta: bool = True) -> dict:
+    B, T, H, HV, K, V = shape
+
+    def array(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    arrays = {"q": array((B, T, H, K), dtype), "k": array((B, T, H, K), dtype)}
+    arrays["v"] = array((B, T, HV, V), dtype)
+    if delta:
+        arrays["beta"] = array((B, T, HV), jnp.float32)
+    if gate:
+        arrays["g"] = array((B, T, HV), jnp.float32)
+    return arrays
+
+
+def forward(arrays: dict) -> tuple[jax.Array, jax.Array]:
+    optional = {"g": None, "beta": None, "initial_state": None, "reset": None}
+    p = Problem(**optional | arrays, scale=arrays["k"].shape[-1] ** -0.5, precision=None)
+    assert mosaic_tpu.why_not(p, None) is None
+    return mosaic_tpu.chunkwise(p)
+
+
+def forward_and_backward(arrays: dict) -> tuple:
+    outputs, vjp = jax.vjp(forward, arrays)
+    return outputs, vjp(outputs)
+
+
+def compiled_text(function, *arguments) -> str:
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_forward_and_training_compile(chip: str, D: int) -> None:
+    H = 8 if D == 128 else 4  # the largest cell once; smaller ones compile faster
+    assert VMEM_MIB[chip] * 2**20 > plan.VMEM_LIMIT  # a kernel above it does not compile
+    arrays = arguments(
+        SingleDeviceSharding(devices(chip)[0]),
+        (1, 300, H, H, D, D),
+        gate=chip in ("v5p", "v6e"),
+    )
+    inference = compiled_text(forward, arrays)
+    assert "deltanet_forward" in inference
+    training = compiled_text(forward_and_backward, arrays)
+    assert "deltanet_forward" in training
+    assert "deltanet_backward" in training
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "gate", "delta"),
+    [
+        ((1, 256, 2, 2, 128, 128), jnp.float32, True, True),
+        ((1, 256, 2, 8, 64, 256), jnp.bfloat16, True, True),
+        ((2, 40, 1, 12, 256, 64), jnp.bfloat16, False, True),
+        ((1, 256, 8, 8, 128, 128), jnp.bfloat16, True, False),
+    ],
+    ids=["float32", "K64-V256-grouped", "K256-V64-short-heads-over-cells", "no-delta-rule"],
+)
+def test_other_kinds_of_problem_compile(shape, dtype, gate: bool, delta: bool) -> None:
+    arrays = arguments(
+        SingleDeviceSharding(devices("v5e")[0]), shape, dtype, gate=gate, delta=delta
+    )
+    assert "deltanet_backward" in compiled_text(forward_and_backward, arrays)
+
+
+def test_compiler_refuses_a_kernel_above_the_vmem_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltanet_jax.kernels.mosaic_tpu.forward.VMEM_LIMIT", 2**20)
+    arrays = arguments(
+        SingleDeviceSharding(devices("v5e")[0]), (1, 128, 8, 8, 128, 128), gate=False
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        compiled_text(forward, arrays)
+
+
+def test_shards_of_batch_and_heads_compile() -> None:
+    mesh = Mesh(np.array(devices("v6e")).reshape(2, 2), ("data", "model"))
+    tokens, state = PartitionSpec("data", None, "model"), PartitionSpec("data", "model")
+    arrays = arguments(NamedSharding(mesh, tokens), (2, 256, 4, 4, 128, 128), gate=False)
+    sharded = jax.shard_map(
+        forward, mesh=mesh, in_specs=(dict.fromkeys(arrays, tokens),), out_specs=(tokens, state)
+    )
+
+    def training(arrays: dict) -> tuple:
+        outputs, vjp = jax.vjp(sharded, arrays)
+        return outputs, vjp(outputs)
+
+    text = compiled_text(training, arrays)
+    assert "deltanet_backward" in text
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in text
