@@ -45,12 +45,12 @@ def column(ref) -> jax.Array:
 
 def over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """`vector[i]` at every `[i, j]`."""
-    return jax.lax.broadcast_in_dim(vector, shape, [0])
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, [0]), MATRIX)
 
 
 def over_columns(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """`vector[j]` at every `[i, j]`."""
-    return jax.lax.broadcast_in_dim(vector, shape, [1])
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, [1]), MATRIX)
 
 
 def chunk_mask(holds=operator.ge) -> jax.Array:
