@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        return ("beta",) * self.delta + ("b", "total") * self.gated
+        return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
 
     def place(self):
         """Batch, head and the first block of V of this program."""
@@ -76,7 +76,7 @@ def _scratch(plan: Plan):
     )  # fmt: skip
     if plan.delta:
         buffers |= dict(inverse=tile(STAGES, CHUNK, CHUNK), error=tile(*own))
-    if plan.gated:
+    if plan.gated and plan.key_dim <= 128:
         buffers |= dict(decayed=tile(*own))
     buffers |= {name: plgpu.SMEM((STAGES, CHUNK), jnp.float32) for name in plan.vectors}
     copies = 2 + plan.columns + plan.delta + len(plan.vectors)
@@ -134,7 +134,7 @@ def _scores(plan: Plan, tile):
     scores = tiles.product((CHUNK, CHUNK), (tile["q"], tiles.transposed(tile["k"])))
     mask = tiles.chunk_mask()
     if plan.gated:
-        scores *= tiles.decay_matrix(tiles.row(tile["b"]), tiles.column(tile["b"]), mask)
+        scores *= tiles.decay_matrix(tiles.row(tile["b"]), tiles.column(tile["b_column"]), mask)
     return jnp.where(mask, scores, 0.0)
 
 
@@ -165,11 +165,11 @@ def _compute(plan: Plan, refs, buffers, loaded, freed, batch, head, part, role):
         u, write = _correct(plan, tile, decay)
         tile["scores"][...] = _scores(plan, tile).astype(plan.dtype)
         tile["write"][...] = write.astype(plan.dtype)
-        decayed = tile["write"]
         if plan.gated:
             total = tiles.row(tile["total"])
-            decayed = tile["decayed"]
-            decayed[...] = (write * tiles.over_rows(jnp.exp(total - b), shape)).astype(plan.dtype)
+            decayed = (write * tiles.over_rows(jnp.exp(total - b), shape)).astype(plan.dtype)
+            if "decayed" in tile:
+                tile["decayed"][...] = decayed
         if plan.save and plan.delta:
             tile["error"][...] = u.astype(plan.dtype)
         plgpu.commit_smem()
@@ -181,9 +181,14 @@ def _compute(plan: Plan, refs, buffers, loaded, freed, batch, head, part, role):
             kept = tiles.over_rows(jnp.exp(total), shape)
             state = [block * kept for block in state]
         o = tiles.product(shape, (tile["scores"], tile["write"]), init=o, interpret=plan.interpret)
+        added = tile.get("decayed", tile["write"])
+        if plan.gated and "decayed" not in tile:
+            # Shared memory is full at K = 256: the second use of one tile.
+            tile["write"][...] = decayed
+            plgpu.commit_smem()
         state = [
             tiles.product(
-                shape, (tiles.transposed(tile["k"].at[:, at]), decayed), init=block, interpret=plan.interpret
+                shape, (tiles.transposed(tile["k"].at[:, at]), added), init=block, interpret=plan.interpret
             )
             for at, block in zip(rows, state, strict=True)
         ]
@@ -249,7 +254,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
     if plan.delta:
         inputs |= dict(inverse=inverse, beta=beta)
     if plan.gated:
-        inputs |= dict(b=b, total=jnp.broadcast_to(b[..., -1:], b.shape))
+        inputs |= dict(b=b, b_column=b, total=jnp.broadcast_to(b[..., -1:], b.shape))
     shape = jax.ShapeDtypeStruct
     outputs = dict(o=shape(v.shape, v.dtype), final=shape(state.shape, jnp.float32))
     if save:

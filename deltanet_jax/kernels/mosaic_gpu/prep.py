@@ -66,7 +66,7 @@ def _product(x, y, width: int) -> jax.Array:
 
 def _blockwise(x, y, blocks) -> jax.Array:
     """Rows of block i: block i of `x` times block `blocks[i]` of `y`; zero where that is None."""
-    row_block = _iota(0, BLOCK) // BLOCK
+    row_block = lax.div(_iota(0, BLOCK), BLOCK)
     total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
     for block, other in enumerate(blocks):
         if other is not None:
@@ -77,7 +77,7 @@ def _blockwise(x, y, blocks) -> jax.Array:
 
 def _panel(x: jax.Array, blocks) -> jax.Array:
     """Rows of block i: the columns of block `blocks[i]`; zero where that is None."""
-    row_block = _iota(0, BLOCK) // BLOCK
+    row_block = lax.div(_iota(0, BLOCK), BLOCK)
     total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
     for block, other in enumerate(blocks):
         if other is not None:
@@ -91,7 +91,7 @@ def _inverse(x: jax.Array, below, inner) -> jax.Array:
     narrow = (slice(None), pl.ds(0, BLOCK))
     left, right = _at(below, *narrow), _at(inner, *narrow)
     row, column = _iota(0, BLOCK), _iota(1, BLOCK)
-    row_block, row = row // BLOCK, row % BLOCK
+    row_block, row = lax.div(row, BLOCK), lax.rem(row, BLOCK)
     diagonal = _panel(x, (0, 1, 2, 3))
 
     def merge(inverse, between, first, second):
@@ -104,7 +104,8 @@ def _inverse(x: jax.Array, below, inner) -> jax.Array:
         return _blockwise(right, left, second)
 
     def between(size):
-        pair = (row // size % 2 == 1) & (column // size == row // size - 1)
+        place = lax.div(row, size)
+        pair = (lax.rem(place, 2) == 1) & (lax.div(column, size) == place - 1)
         return jnp.where(pair, diagonal, 0.0)
 
     inverse = jnp.where(row == column, 1.0, 0.0) - between(1)
@@ -112,7 +113,7 @@ def _inverse(x: jax.Array, below, inner) -> jax.Array:
         inverse -= merge(inverse, between(size), (0, 1, 2, 3), (0, 1, 2, 3))
     sibling = _panel(x, (None, 0, None, 2))
     lower = merge(inverse, sibling, (None, 0, None, 2), (None, 1, None, 3))
-    even = row_block % 2 == 0
+    even = lax.rem(row_block, 2) == 0
     halves = jnp.where(even, inverse, -lower), jnp.where(even, 0.0, inverse)
     return _last_merge(x, jnp.concatenate(halves, axis=1), below, inner)
 
@@ -139,7 +140,7 @@ def _body(plan: Plan, names, *args):
     batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
     keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.group)]
     plgpu.copy_gmem_to_smem(keys, buffers["k"], loaded)
-    for name in ("beta", "b"):
+    for name in ("beta", "b", "b_column"):
         if name in buffers:
             plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
     plgpu.barrier_wait(loaded)
@@ -147,7 +148,7 @@ def _body(plan: Plan, names, *args):
     mask = tiles.chunk_mask(operator.gt)
     x *= tiles.over_columns(tiles.column(buffers["beta"]), x.shape)
     if plan.gated:
-        x *= tiles.decay_matrix(tiles.row(buffers["b"]), tiles.column(buffers["b"]), mask)
+        x *= tiles.decay_matrix(tiles.row(buffers["b"]), tiles.column(buffers["b_column"]), mask)
     x = jnp.where(mask, x, 0.0)
     below = buffers["below_high"], buffers["below_low"]
     inner = buffers["inner_high"], buffers["inner_low"]
@@ -179,7 +180,8 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     buffers |= dict(out=tiles.tile(CHUNK, CHUNK, dtype=k.dtype))
     inputs = dict(k=k, beta=beta)
     if b is not None:
-        inputs["b"], buffers["b"] = b, vector
+        inputs |= dict(b=b, b_column=b)
+        buffers |= dict(b=vector, b_column=vector)
     kernel = plgpu.kernel(
         functools.partial(_body, plan, (*inputs, "out")),
         out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),
