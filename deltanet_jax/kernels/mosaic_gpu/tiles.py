@@ -10,7 +10,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["chunk_mask", "column", "decay_matrix", "product", "row", "tile", "transposed"]
+__all__ = [
+    "chunk_mask",
+    "column",
+    "decay_matrix",
+    "load_f32",
+    "product",
+    "row",
+    "scores",
+    "tile",
+    "transposed",
+]
 
 CHUNK = 64
 MATRIX = plgpu.Layout.WGMMA
@@ -31,6 +41,11 @@ def tile(*shape: int, dtype, swizzle: int = 128):
 def transposed(ref):
     """The transpose of a tile, as an operand: the tensor cores read 16-bit tiles either way."""
     return ref.transpose((1, 0))
+
+
+def load_f32(ref) -> jax.Array:
+    """A block of a float32 array in device memory, in registers."""
+    return plgpu.load(ref, layout=MATRIX, optimized=False)
 
 
 def row(ref) -> jax.Array:
@@ -84,3 +99,12 @@ def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Ar
     # Without the barrier the compiler moves arithmetic on the result before the wait.
     total = jax.lax.optimization_barrier(total)
     return total if init is None or in_place else init + total
+
+
+def scores(plan, tile) -> jax.Array:
+    """`tril(D * (q k^T))` of a chunk."""
+    x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
+    mask = chunk_mask()
+    if plan.gated:
+        x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
+    return jnp.where(mask, x, 0.0)

@@ -1,0 +1,186 @@
+"""What the two serial kernels share: how heads and columns map to programs, and the loads.
+
+A program walks over the chunks of one head. Columns of V never meet, so each of its
+warpgroups owns 64 of them and shares `q`, `k` and the inverse with the others; the last
+warpgroup only issues loads, `STAGES` chunks ahead.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+
+__all__ = ["WIDTH", "Plan", "launch", "matrix", "plan_for", "vectors_of"]
+
+CHUNK = tiles.CHUNK
+WIDTH = 64  # columns of V of one warpgroup
+STAGES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch."""
+
+    batch: int
+    chunks: int
+    heads: int  # value heads
+    group: int  # value heads per key head
+    key_dim: int
+    value_dim: int
+    dtype: jnp.dtype
+    scale: float
+    delta: bool
+    gated: bool
+    save: bool
+    columns: int  # warpgroups that compute, each on WIDTH columns of V
+    interpret: bool
+
+    @property
+    def slices(self) -> int:
+        return self.value_dim // (self.columns * WIDTH)
+
+    @property
+    def rows(self) -> tuple:
+        """The blocks of rows of the state."""
+        return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
+
+
+def plan_for(q, v, beta, b, *, scale, save, interpret) -> Plan:
+    """The plan of a launch on `q` `[B, T, H, K]` and `v` `[B, T, HV, V]`."""
+    batch, tokens, key_heads, key_dim = q.shape
+    heads, value_dim = v.shape[2:]
+    # Shared memory holds the state and two stages of one warpgroup at K = 256.
+    columns = 1 if key_dim > 128 else min(2, value_dim // WIDTH)
+    return Plan(
+        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
+        float(scale), beta is not None, b is not None, save, columns, interpret is not None,
+    )  # fmt: skip
+
+
+def vectors_of(beta, b) -> dict:
+    """The vectors of every chunk; row and column views of one vector need two copies."""
+    vectors = {} if beta is None else dict(beta=beta)
+    if b is not None:
+        vectors |= dict(b=b, b_column=b, total=jnp.broadcast_to(b[..., -1:], b.shape))
+    return vectors
+
+
+def matrix(ref) -> jax.Array:
+    """A tile as float32 registers."""
+    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
+
+
+def _stages(plan: Plan, values: str) -> dict:
+    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    keys = tile(STAGES, CHUNK, plan.key_dim)
+    buffers = {"q": keys, "k": keys, values: tile(STAGES, plan.columns, CHUNK, WIDTH)}
+    if plan.delta:
+        buffers |= dict(inverse=tile(STAGES, CHUNK, CHUNK))
+    return buffers | {x: plgpu.SMEM((STAGES, CHUNK), jnp.float32) for x in plan.vectors}
+
+
+def _load(plan: Plan, values: str, reverse: bool, refs, buffers, loaded, freed, place):
+    """Issues the loads of every chunk."""
+    batch, head, first = place
+
+    def step(i, _):
+        stage = lax.rem(i, STAGES)
+        chunk = plan.chunks - 1 - i if reverse else i
+        pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(freed.at[stage]))
+
+        def copy(name, *index, part=()):
+            target = buffers[name].at[(stage, *part)]
+            plgpu.copy_gmem_to_smem(refs[name].at[index], target, loaded.at[stage])
+
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        copy("k", batch, tokens, lax.div(head, plan.group))
+        copy("q", batch, tokens, lax.div(head, plan.group))
+        for j in range(plan.columns):
+            copy(values, batch, tokens, head, pl.ds((first + j) * WIDTH, WIDTH), part=(j,))
+        for name in ("inverse",) * plan.delta + plan.vectors:
+            copy(name, batch, chunk, head)
+
+    lax.fori_loop(0, plan.chunks, step, None)
+    for i in range(max(plan.chunks, STAGES), plan.chunks + STAGES):
+        plgpu.barrier_wait(freed.at[i % STAGES])
+
+
+def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
+    *refs, buffers, loaded, freed = args
+    refs = dict(zip(names, refs, strict=True))
+    role, item = lax.axis_index("role"), lax.axis_index("program")
+    part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
+    batch, head, first = lax.div(item, plan.heads), lax.rem(item, plan.heads), part * plan.columns
+
+    @pl.when(role < plan.columns)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        columns = pl.ds((first + role) * WIDTH, WIDTH)
+        own = {x: ref.at[role] for x, ref in buffers["own"].items()}
+
+        def wait(i):
+            stage = lax.rem(i, STAGES)
+            plgpu.barrier_wait(loaded.at[stage])
+            tile = {x: ref.at[stage] for x, ref in buffers["stages"].items()}
+            tile[values] = buffers["stages"][values].at[stage, role]
+            return tile | own
+
+        def free(i):
+            plgpu.barrier_arrive(freed.at[lax.rem(i, STAGES)])
+
+        walk(plan, refs, own, wait, free, batch, head, columns)
+
+    @pl.when(role == plan.columns)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        place = batch, head, first
+        _load(plan, values, reverse, refs, buffers["stages"], loaded, freed, place)
+
+
+def launch(plan: Plan, walk, inputs: dict, outputs: dict, own: dict, *, values, reverse, interpret):
+    """Runs `walk` in every computing warpgroup.
+
+    Args:
+        plan: The launch.
+        walk: `(plan, refs, own tiles, wait, free, batch, head, columns)`; `wait(i)` returns the
+            tiles of the i-th chunk in its order, `free(i)` gives them back.
+        inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
+        outputs: Shapes by name.
+        own: Scratch of each computing warpgroup: shapes of tiles by name.
+        values: The input `[B, T, HV, V]` whose columns are shared out.
+        reverse: Whether the last chunk comes first.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        Arrays by the names of `outputs`.
+    """
+    names = (*inputs, *outputs)
+    tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
+    buffers = dict(stages=_stages(plan, values), own={x: tile(*s) for x, s in own.items()})
+    copies = 2 + plan.columns + plan.delta + len(plan.vectors)
+    kernel = plgpu.kernel(
+        functools.partial(_body, plan, walk, values, reverse, names),
+        out_type=tuple(outputs.values()),
+        scratch_types=(
+            buffers,
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=STAGES),
+        ),
+        grid=(plan.batch * plan.heads * plan.slices,),
+        grid_names=("program",),
+        num_threads=plan.columns + 1,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        interpret=interpret,
+    )
+    return dict(zip(outputs, kernel(*inputs.values()), strict=True))
