@@ -33,6 +33,8 @@ from deltanet_jax.kernels.mosaic_gpu import tiles
 __all__ = ["chunk_gradients"]
 
 CHUNK = tiles.CHUNK
+# Persistent programs, one for each multiprocessor of an H100 or H200.
+PROGRAMS = 132
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
 
@@ -334,7 +336,7 @@ def _launch(plan: Plan, inputs: dict, interpret):
         outputs |= dict(overlap=vector, db_q=vector, db_k=vector, db_write=vector)
     names = (*inputs, *outputs)
     kernel = plgpu.kernel(
-        functools.partial(_body, plan, names),
+        tiles.named("chunk_gradients", functools.partial(_body, plan, names)),
         out_type=tuple(outputs.values()),
         scratch_types=_scratch(plan),
         grid=(plan.programs,),
@@ -347,7 +349,7 @@ def _launch(plan: Plan, inputs: dict, interpret):
     return dict(zip(outputs, kernel(*inputs.values()), strict=True))
 
 
-def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, programs, interpret=None):
+def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpret=None):
     """`dq`, `dk`, `dbeta` and `db` of all chunks.
 
     Args:
@@ -360,7 +362,6 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, program
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
         scale: Factor on `q`.
-        programs: Persistent programs, one for each multiprocessor.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
@@ -373,6 +374,7 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, program
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
         float(scale), beta is not None, b is not None, 1, interpret is not None,
     )  # fmt: skip
+    programs = 2 if interpret else PROGRAMS
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
     inputs = dict(q=q, k=k, u=u, do=do, state=states, dstate=dstates)
     if plan.delta:

@@ -118,5 +118,6 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, interpret=None)
         dstate=shape(dstate.shape, jnp.float32),
     )
     return serial.launch(
-        plan, _walk, inputs, outputs, own, values="do", reverse=True, interpret=interpret
-    )
+        "reverse_states", plan, _walk, inputs, outputs, own,
+        values="do", reverse=True, interpret=interpret,
+    )  # fmt: skip

@@ -160,7 +160,45 @@ def _run_forward(call: Call, x: Arrays) -> tuple[tuple[jax.Array, jax.Array], An
 
 
 def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Arrays]:
-    raise NotImplementedError
+    from deltanet_jax.kernels.mosaic_gpu import backward_grads, backward_state
+
+    def launch(x, do, dstate):
+        gates = dict(beta=x["beta"], b=x["b"], scale=call.scale, interpret=call.interpret)
+        with jax.named_scope("reverse_states"):
+            reverse = backward_state.reverse_states(
+                x["q"], x["k"], do, x["inverse"], dstate, **gates
+            )
+        u = x["v"] if x["u"] is None else x["u"]
+        with jax.named_scope("chunk_gradients"):
+            dq, dk, dbeta, db = backward_grads.chunk_gradients(
+                x["q"], x["k"], u, do, reverse["dv"], x["states"], reverse["dstates"], **gates
+            )
+        return dq, dk, reverse["dv"], dbeta, db, reverse["dstate"]
+
+    do, dfinal = cotangents
+    out = _batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)
+    dq, dk, dv, dbeta, db, dstate = out
+    dg = None
+    if db is not None:
+        dg = _token_vectors(jax.lax.cumsum(db, axis=3, reverse=True))
+    return (
+        Arrays(
+            _per_key_head(dq, saved["q"]),
+            _per_key_head(dk, saved["k"]),
+            dv,
+            dg,
+            None if dbeta is None else _token_vectors(dbeta),
+            dstate * call.scale,
+        ),
+    )
+
+
+def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`[B, T, HV, K]` summed over the value heads that read one key head."""
+    if x.shape == like.shape:
+        return x
+    B, T, H, K = like.shape
+    return jnp.sum(x.reshape(B, T, H, -1, K), axis=3, dtype=jnp.float32).astype(like.dtype)
 
 
 _run.defvjp(_run_forward, _run_backward)

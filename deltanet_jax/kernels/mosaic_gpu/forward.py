@@ -136,5 +136,6 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         if plan.delta:
             outputs |= dict(u=shape(v.shape, v.dtype))
     return serial.launch(
-        plan, _walk, inputs, outputs, own, values="v", reverse=False, interpret=interpret
-    )
+        "run_states", plan, _walk, inputs, outputs, own,
+        values="v", reverse=False, interpret=interpret,
+    )  # fmt: skip

@@ -183,7 +183,7 @@ def chunk_inverses(k, beta, b, *, interpret=None):
         inputs |= dict(b=b, b_column=b)
         buffers |= dict(b=vector, b_column=vector)
     kernel = plgpu.kernel(
-        functools.partial(_body, plan, (*inputs, "out")),
+        tiles.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
         out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),
         scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
         grid=(batch * chunks * heads,),

@@ -147,10 +147,14 @@ def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
         _load(plan, values, reverse, refs, buffers["stages"], loaded, freed, place)
 
 
-def launch(plan: Plan, walk, inputs: dict, outputs: dict, own: dict, *, values, reverse, interpret):
+def launch(
+    name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
+    *, values: str, reverse: bool, interpret,
+):  # fmt: skip
     """Runs `walk` in every computing warpgroup.
 
     Args:
+        name: Of the kernel, in profiles.
         plan: The launch.
         walk: `(plan, refs, own tiles, wait, free, batch, head, columns)`; `wait(i)` returns the
             tiles of the i-th chunk in its order, `free(i)` gives them back.
@@ -169,7 +173,7 @@ def launch(plan: Plan, walk, inputs: dict, outputs: dict, own: dict, *, values, 
     buffers = dict(stages=_stages(plan, values), own={x: tile(*s) for x, s in own.items()})
     copies = 2 + plan.columns + plan.delta + len(plan.vectors)
     kernel = plgpu.kernel(
-        functools.partial(_body, plan, walk, values, reverse, names),
+        tiles.named(name, functools.partial(_body, plan, walk, values, reverse, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(
             buffers,
