@@ -42,7 +42,8 @@ def _chunk(plan: Plan, refs, tile, tokens, state):
         tile["error"][...] = weighted.astype(plan.dtype)
         plgpu.commit_smem()
         dv = tiles.product(SHAPE, (tiles.transposed(tile["inverse"]), tile["error"]))
-    tile["dv"][...] = (dv * plan.scale).astype(plan.dtype)
+    if not plan.only_state:
+        tile["dv"][...] = (dv * plan.scale).astype(plan.dtype)
     if plan.gated:
         decay = tiles.over_rows(jnp.exp(tiles.row(tile["b"])), SHAPE)
         dv *= decay
@@ -52,7 +53,8 @@ def _chunk(plan: Plan, refs, tile, tokens, state):
     if plan.delta:
         tile["error"][...] = (-dv).astype(plan.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile["dv"], refs["dv"].at[tokens])
+    if not plan.only_state:
+        plgpu.copy_smem_to_gmem(tile["dv"], refs["dv"].at[tokens])
     for i, rows in enumerate(plan.rows):
         pairs = [(tiles.transposed(tile["q"].at[:, rows]), tile["do"])]
         if plan.delta:
@@ -71,8 +73,9 @@ def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
         for rows, block in zip(plan.rows, state, strict=True):
             own["state"].at[rows][...] = block.astype(plan.dtype)
         plgpu.commit_smem()
-        target = refs["dstates"].at[batch, chunk, head, :, columns]
-        plgpu.copy_smem_to_gmem(own["state"], target)
+        if not plan.only_state:
+            target = refs["dstates"].at[batch, chunk, head, :, columns]
+            plgpu.copy_smem_to_gmem(own["state"], target)
         tile = wait(i)
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
         state = _chunk(plan, refs, tile, tokens, list(state))
@@ -87,7 +90,9 @@ def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, interpret=None):
+def reverse_states(
+    q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None
+):
     """Cotangents of the values and of the state around every chunk.
 
     Args:
@@ -98,25 +103,28 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, interpret=None)
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
         scale: Factor on `q`.
+        only_state: Whether to return `dstate` alone.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
         A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangent `dstates` of the state
         leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
     """
-    plan = serial.plan_for(q, do, beta, b, scale=scale, save=True, interpret=interpret)
+    plan = serial.plan_for(
+        q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state
+    )
     inputs = dict(q=q, k=k, do=do, end=dstate) | serial.vectors_of(beta, b)
-    own = dict(state=(plan.key_dim, WIDTH), scores=(CHUNK, CHUNK), dv=SHAPE)
+    own = dict(state=(plan.key_dim, WIDTH), scores=(CHUNK, CHUNK))
+    if not only_state:
+        own |= dict(dv=SHAPE)
     if plan.delta:
         inputs |= dict(inverse=inverse)
         own |= dict(error=SHAPE)
     chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
     shape = jax.ShapeDtypeStruct
-    outputs = dict(
-        dv=shape(do.shape, do.dtype),
-        dstates=shape(chunks, do.dtype),
-        dstate=shape(dstate.shape, jnp.float32),
-    )
+    outputs = dict(dstate=shape(dstate.shape, jnp.float32))
+    if not only_state:
+        outputs |= dict(dv=shape(do.shape, do.dtype), dstates=shape(chunks, do.dtype))
     return serial.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
         values="do", reverse=True, interpret=interpret,

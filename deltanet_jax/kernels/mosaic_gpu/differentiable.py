@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from deltanet_jax.core.recurrence import Problem, start_state
+from deltanet_jax.kernels.mosaic_gpu import split
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, why_not
 
 __all__ = ["chunkwise"]
@@ -33,6 +34,7 @@ class Call:
     """The static part of one call."""
 
     scale: float
+    pieces: int  # of the sequence, run in parallel
     interpret: object  # None, or the interpreter's parameters
 
 
@@ -65,8 +67,10 @@ def chunkwise(
         interpret = plgpu.InterpretGPUParams()
     beta = None if problem.beta is None else problem.beta.astype(jnp.float32)
     parts = (problem.q, problem.k, problem.v, _finite_gate(problem), beta)
-    arrays = Arrays(*(_pad(x) for x in parts), state)
-    o, final = _run(Call(problem.scale, interpret or None), arrays)
+    (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
+    pieces = split.pieces_of(B, -(-tokens // CHUNK), HV, K, V)
+    arrays = Arrays(*(_pad(x, pieces * CHUNK) for x in parts), state)
+    o, final = _run(Call(problem.scale, pieces, interpret or None), arrays)
     return o[:, :tokens], final
 
 
@@ -83,11 +87,11 @@ def _finite_gate(problem: Problem) -> jax.Array | None:
     return jnp.where(problem.reset[..., None], LOG_ZERO, g)
 
 
-def _pad(x: jax.Array | None) -> jax.Array | None:
+def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:
     """No-op tokens at the end: k = v = beta = g = 0."""
-    if x is None or x.shape[1] % CHUNK == 0:
+    if x is None or x.shape[1] % multiple == 0:
         return x
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % CHUNK)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _chunk_vectors(x: jax.Array) -> jax.Array:
@@ -132,16 +136,23 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
     b = None if x.g is None else jnp.cumsum(_chunk_vectors(x.g), axis=-1)
 
     def launch(q, k, v, state, beta, b):
-        inverse = None
+        inverse = maps = None
         if beta is not None:
-            with jax.named_scope("chunk_inverses"):
-                inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
-        with jax.named_scope("run_states"):
-            out = forward.run_states(
-                q, k, v, inverse, state,
-                beta=beta, b=b, scale=call.scale, save=save, interpret=call.interpret,
-            )  # fmt: skip
-        return out | dict(inverse=inverse)
+            inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
+        q, k, v, inverse, beta, b = (
+            split.fold(y, call.pieces) for y in (q, k, v, inverse, beta, b)
+        )
+        gates = dict(beta=beta, b=b, interpret=call.interpret)
+        if call.pieces > 1:
+            maps, offsets = forward.state_maps(k, v, inverse, **gates)
+            state = split.chain(state, maps, offsets, call.pieces, reverse=False)
+        out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
+        final = out.pop("final")
+        final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
+        out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
+        # The maps are per piece, not per token; on one axis with the batch for `vmap`.
+        maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
+        return out | dict(final=final, inverse=split.unfold(inverse, call.pieces), maps=maps)
 
     out = _batched(launch)(x.q, x.k, x.v, x.state, beta, b)
     return out, dict(q=x.q, k=x.k, v=x.v, beta=beta, b=b)
@@ -155,7 +166,7 @@ def _run(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
 
 def _run_forward(call: Call, x: Arrays) -> tuple[tuple[jax.Array, jax.Array], Any]:
     out, inputs = _forward(call, x, save=True)
-    saved = inputs | {name: out.get(name) for name in ("inverse", "states", "u")}
+    saved = inputs | {name: out.get(name) for name in ("inverse", "states", "u", "maps")}
     return (out["o"], out["final"]), saved
 
 
@@ -163,17 +174,30 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
     from deltanet_jax.kernels.mosaic_gpu import backward_grads, backward_state
 
     def launch(x, do, dstate):
-        gates = dict(beta=x["beta"], b=x["b"], scale=call.scale, interpret=call.interpret)
-        with jax.named_scope("reverse_states"):
-            reverse = backward_state.reverse_states(
-                x["q"], x["k"], do, x["inverse"], dstate, **gates
-            )
+        gates = dict(beta=x["beta"], b=x["b"])
+        names = ("q", "k", "inverse")
+        q, k, inverse, do_folded = (
+            split.fold(y, call.pieces) for y in (*(x[name] for name in names), do)
+        )
+        folded = {name: split.fold(y, call.pieces) for name, y in gates.items()}
+        reverse = functools.partial(
+            backward_state.reverse_states, q, k, do_folded, inverse,
+            scale=call.scale, interpret=call.interpret, **folded,
+        )  # fmt: skip
+        if call.pieces > 1:
+            zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
+            offsets = reverse(zeros, only_state=True)["dstate"]
+            maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
+            dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
+        out = reverse(dstate)
+        dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+        dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
         u = x["v"] if x["u"] is None else x["u"]
-        with jax.named_scope("chunk_gradients"):
-            dq, dk, dbeta, db = backward_grads.chunk_gradients(
-                x["q"], x["k"], u, do, reverse["dv"], x["states"], reverse["dstates"], **gates
-            )
-        return dq, dk, reverse["dv"], dbeta, db, reverse["dstate"]
+        dq, dk, dbeta, db = backward_grads.chunk_gradients(
+            x["q"], x["k"], u, do, dv, x["states"], dstates,
+            scale=call.scale, interpret=call.interpret, **gates,
+        )  # fmt: skip
+        return dq, dk, dv, dbeta, db, dstate
 
     do, dfinal = cotangents
     out = _batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)

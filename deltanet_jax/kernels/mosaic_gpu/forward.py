@@ -7,6 +7,8 @@ Rows of one chunk, `S` its incoming state in float32 registers, `T` its inverse:
     S = exp(b_C) S + k^T (exp(b_C - b) beta u)
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,18 +18,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
-__all__ = ["run_states"]
+__all__ = ["run_states", "state_maps"]
 
 CHUNK = tiles.CHUNK
 SHAPE = (CHUNK, WIDTH)
 
 
-def _correct(plan: Plan, tile, decay):
-    """`u` and `beta u` in registers."""
+def _first_products(plan: Plan, tile) -> dict[str, jax.Array]:
+    """`k S`, `q k^T` and `q S`, as far as they are needed, in flight together."""
+    wanted = {}
+    if plan.delta:
+        wanted["read"] = SHAPE, [(tile["k"], tile["state"])]
+    if not plan.only_state:
+        wanted["scores"] = (CHUNK, CHUNK), [(tile["q"], tiles.transposed(tile["k"]))]
+        if plan.early:
+            wanted["o"] = SHAPE, [(tile["q"], tile["state"])]
+    if not wanted:
+        return {}
+    return dict(zip(wanted, tiles.products(*wanted.values()), strict=True))
+
+
+def _correct(plan: Plan, tile, place, first, decay):
+    """`u` and `beta u` in registers; stores the scores on the way."""
     u = serial.matrix(tile["v"])
+    if plan.map_dim:
+        # Of the columns that carry the map, the values are zero.
+        u *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
+    if "scores" in first:
+        tile["scores"][...] = tiles.scores(plan, tile, first["scores"]).astype(plan.dtype)
     if not plan.delta:
         return u, u
-    read = tiles.product(SHAPE, (tile["k"], tile["state"]))
+    read = first["read"]
     if plan.gated:
         read *= tiles.over_rows(decay, SHAPE)
     tile["error"][...] = (u - read).astype(plan.dtype)
@@ -36,46 +57,60 @@ def _correct(plan: Plan, tile, decay):
     return u, u * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
 
 
-def _chunk(plan: Plan, refs, tile, free, chunk, place, state):
-    """One chunk; returns the state after it."""
-    batch, head, columns = place
-    tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-    decay = None
-    if plan.gated:
-        b, total = tiles.row(tile["b"]), tiles.row(tile["total"])
-        decay = jnp.exp(b)
-    u, write = _correct(plan, tile, decay)
-    tile["scores"][...] = tiles.scores(plan, tile).astype(plan.dtype)
-    tile["write"][...] = write.astype(plan.dtype)
-    if plan.gated:
-        decayed = (write * tiles.over_rows(jnp.exp(total - b), SHAPE)).astype(plan.dtype)
-        if "decayed" in tile:
-            tile["decayed"][...] = decayed
+def _store_writes(plan: Plan, refs, tile, tokens, u, write, decayed) -> None:
+    """Fills the tiles that the last products read, and saves `u`."""
+    if not plan.only_state:
+        tile["write"][...] = write.astype(plan.dtype)
+    if "added" in tile or plan.only_state:
+        tile.get("added", tile["write"])[...] = decayed.astype(plan.dtype)
     save = plan.save and plan.delta
     if save:
         tile["error"][...] = u.astype(plan.dtype)
     plgpu.commit_smem()
     if save:
         plgpu.copy_smem_to_gmem(tile["error"], refs["u"].at[tokens])
-    o = tiles.product(SHAPE, (tile["q"], tile["state"]))
+
+
+def _chunk(plan: Plan, refs, tile, free, chunk, place, state):
+    """One chunk; returns the state after it."""
+    batch, head, columns = place
+    tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+    b = decay = None
     if plan.gated:
-        o *= tiles.over_rows(decay, SHAPE)
+        b = tiles.row(tile["b"])
+        decay = jnp.exp(b)
+    first = _first_products(plan, tile)
+    u, write = _correct(plan, tile, place, first, decay)
+    decayed = write
+    if plan.gated:
+        total = tiles.row(tile["total"])
+        decayed = write * tiles.over_rows(jnp.exp(total - b), SHAPE)
         kept = tiles.over_rows(jnp.exp(total), SHAPE)
         state = [block * kept for block in state]
-    values = tile["scores"], tile["write"]
-    o = tiles.product(SHAPE, values, init=o, interpret=plan.interpret)
-    if plan.gated and "decayed" not in tile:
+    _store_writes(plan, refs, tile, tokens, u, write, decayed)
+    last = []
+    if not plan.only_state:
+        o = first["o"] if plan.early else tiles.product(SHAPE, (tile["q"], tile["state"]))
+        if plan.gated:
+            o *= tiles.over_rows(decay, SHAPE)
+        last = [(o, [(tile["scores"], tile["write"])])]
+    accumulate = functools.partial(tiles.accumulate, interpret=plan.interpret)
+    if plan.gated and "added" not in tile and not plan.only_state:
         # Shared memory is full at K = 256: the second use of one tile.
-        tile["write"][...] = decayed
+        (o,), last = accumulate(*last), []
+        tile["write"][...] = decayed.astype(plan.dtype)
         plgpu.commit_smem()
-    added = tile.get("decayed", tile["write"])
-    for i, rows in enumerate(plan.rows):
-        pair = tiles.transposed(tile["k"].at[:, rows]), added
-        state[i] = tiles.product(SHAPE, pair, init=state[i], interpret=plan.interpret)
+    added = tile.get("added", tile["write"])
+    keys = [tiles.transposed(tile["k"].at[:, rows]) for rows in plan.rows]
+    last += [(block, [(key, added)]) for block, key in zip(state, keys, strict=True)]
+    done = accumulate(*last)
+    state = done[-len(state) :]
     free(chunk)
-    tile["scores"][...] = (o * plan.scale).astype(plan.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile["scores"], refs["o"].at[tokens])
+    if not plan.only_state:
+        o = done[0] if len(done) > len(state) else o
+        tile["scores"][...] = (o * plan.scale).astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile["scores"], refs["o"].at[tokens])
     return state
 
 
@@ -121,13 +156,11 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
     plan = serial.plan_for(q, v, beta, b, scale=scale, save=save, interpret=interpret)
-    inputs = dict(q=q, k=k, v=v, start=state) | serial.vectors_of(beta, b)
     own = dict(state=(plan.key_dim, WIDTH), scores=(CHUNK, CHUNK), write=SHAPE)
     if plan.delta:
-        inputs |= dict(inverse=inverse)
         own |= dict(error=SHAPE)
     if plan.gated and plan.key_dim <= 128:
-        own |= dict(decayed=SHAPE)
+        own |= dict(added=SHAPE)
     shape = jax.ShapeDtypeStruct
     outputs = dict(o=shape(v.shape, v.dtype), final=shape(state.shape, jnp.float32))
     if save:
@@ -135,7 +168,40 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         outputs |= dict(states=shape(chunks, v.dtype))
         if plan.delta:
             outputs |= dict(u=shape(v.shape, v.dtype))
+    inputs = dict(q=q, k=k, v=v, start=state) | serial.vectors_of(beta, b)
+    if plan.delta:
+        inputs |= dict(inverse=inverse)
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", reverse=False, interpret=interpret,
     )  # fmt: skip
+
+
+def state_maps(k, v, inverse, *, beta, b, interpret=None):
+    """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
+
+    Args:
+        k, v, inverse, beta, b, interpret: As in `run_states`.
+
+    Returns:
+        `M` `[B, HV, K, K]` and `R` `[B, HV, K, V]`, float32.
+    """
+    heads, value_dim = v.shape[2:]
+    batch, _, _, key_dim = k.shape
+    plan = serial.plan_for(
+        k, v, beta, b, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
+    )
+    # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
+    start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
+    start = jnp.broadcast_to(start, (batch, heads, *start.shape))
+    inputs = dict(k=k, v=v, start=start) | serial.vectors_of(beta, b)
+    own = dict(state=(plan.key_dim, WIDTH), write=SHAPE)
+    if plan.delta:
+        inputs |= dict(inverse=inverse)
+        own |= dict(error=SHAPE)
+    outputs = dict(final=jax.ShapeDtypeStruct(start.shape, jnp.float32))
+    final = serial.launch(
+        "state_maps", plan, _walk, inputs, outputs, own,
+        values="v", reverse=False, interpret=interpret,
+    )["final"]  # fmt: skip
+    return final[..., value_dim:], final[..., :value_dim]

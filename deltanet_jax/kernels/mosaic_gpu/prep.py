@@ -59,19 +59,25 @@ def _at(pair, *index):
     return tuple(half.at[index] for half in pair)
 
 
-def _product(x, y, width: int) -> jax.Array:
+def _operands(x, y, width: int):
     """`x y` of two pairs, without the product of the two low halves."""
-    return tiles.product((CHUNK, width), (x[0], y[0]), (x[0], y[1]), (x[1], y[0]))
+    return (CHUNK, width), ((x[0], y[0]), (x[0], y[1]), (x[1], y[0]))
+
+
+def _product(x, y, width: int) -> jax.Array:
+    shape, pairs = _operands(x, y, width)
+    return tiles.product(shape, *pairs)
 
 
 def _blockwise(x, y, blocks) -> jax.Array:
     """Rows of block i: block i of `x` times block `blocks[i]` of `y`; zero where that is None."""
+    wanted = [(i, other) for i, other in enumerate(blocks) if other is not None]
+    rows = [_at(y, pl.ds(other * BLOCK, BLOCK), slice(None)) for _, other in wanted]
+    results = tiles.products(*(_operands(x, r, BLOCK) for r in rows))
     row_block = lax.div(_iota(0, BLOCK), BLOCK)
     total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
-    for block, other in enumerate(blocks):
-        if other is not None:
-            rows = _at(y, pl.ds(other * BLOCK, BLOCK), slice(None))
-            total = jnp.where(row_block == block, _product(x, rows, BLOCK), total)
+    for (i, _), result in zip(wanted, results, strict=True):
+        total = jnp.where(row_block == i, result, total)
     return total
 
 

@@ -16,11 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
 
-__all__ = ["WIDTH", "Plan", "launch", "matrix", "plan_for", "vectors_of"]
+__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "matrix", "plan_for", "vectors_of"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
 STAGES = 2
+MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,15 @@ class Plan:
     scale: float
     delta: bool
     gated: bool
-    save: bool
+    save: bool  # what the backward needs
+    map_dim: int  # columns after those of V that carry the map of the state
+    only_state: bool  # no outputs but the state after the last chunk
     columns: int  # warpgroups that compute, each on WIDTH columns of V
     interpret: bool
 
     @property
     def slices(self) -> int:
-        return self.value_dim // (self.columns * WIDTH)
+        return (self.value_dim + self.map_dim) // (self.columns * WIDTH)
 
     @property
     def rows(self) -> tuple:
@@ -51,19 +54,31 @@ class Plan:
         return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
 
     @property
+    def early(self) -> bool:
+        """Whether registers hold the first part of the outputs while values are corrected."""
+        return self.key_dim <= 128
+
+    @property
+    def key_tiles(self) -> tuple[str, ...]:
+        return ("k",) if self.map_dim else ("k", "q")
+
+    @property
     def vectors(self) -> tuple[str, ...]:
         return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
 
 
-def plan_for(q, v, beta, b, *, scale, save, interpret) -> Plan:
+def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_state=False) -> Plan:
     """The plan of a launch on `q` `[B, T, H, K]` and `v` `[B, T, HV, V]`."""
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[2:]
-    # Shared memory holds the state and two stages of one warpgroup at K = 256.
-    columns = 1 if key_dim > 128 else min(2, value_dim // WIDTH)
+    # Shared memory holds the state and two stages of one warpgroup at K = 256; where programs
+    # are few, alone on its multiprocessor a warpgroup is faster.
+    pairs = batch * heads * (value_dim + map_dim) // (2 * WIDTH)
+    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), beta is not None, b is not None, save, columns, interpret is not None,
+        float(scale), beta is not None, b is not None, save, map_dim, only_state,
+        1 if alone else 2, interpret is not None,
     )  # fmt: skip
 
 
@@ -83,7 +98,8 @@ def matrix(ref) -> jax.Array:
 def _stages(plan: Plan, values: str) -> dict:
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
     keys = tile(STAGES, CHUNK, plan.key_dim)
-    buffers = {"q": keys, "k": keys, values: tile(STAGES, plan.columns, CHUNK, WIDTH)}
+    buffers = {x: keys for x in plan.key_tiles}
+    buffers[values] = tile(STAGES, plan.columns, CHUNK, WIDTH)
     if plan.delta:
         buffers |= dict(inverse=tile(STAGES, CHUNK, CHUNK))
     return buffers | {x: plgpu.SMEM((STAGES, CHUNK), jnp.float32) for x in plan.vectors}
@@ -103,10 +119,12 @@ def _load(plan: Plan, values: str, reverse: bool, refs, buffers, loaded, freed, 
             plgpu.copy_gmem_to_smem(refs[name].at[index], target, loaded.at[stage])
 
         tokens = pl.ds(chunk * CHUNK, CHUNK)
-        copy("k", batch, tokens, lax.div(head, plan.group))
-        copy("q", batch, tokens, lax.div(head, plan.group))
+        for name in plan.key_tiles:
+            copy(name, batch, tokens, lax.div(head, plan.group))
         for j in range(plan.columns):
-            copy(values, batch, tokens, head, pl.ds((first + j) * WIDTH, WIDTH), part=(j,))
+            # A map has no values; it loads some and drops them.
+            start = lax.rem((first + j) * WIDTH, plan.value_dim)
+            copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
         for name in ("inverse",) * plan.delta + plan.vectors:
             copy(name, batch, chunk, head)
 
@@ -171,7 +189,7 @@ def launch(
     names = (*inputs, *outputs)
     tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
     buffers = dict(stages=_stages(plan, values), own={x: tile(*s) for x, s in own.items()})
-    copies = 2 + plan.columns + plan.delta + len(plan.vectors)
+    copies = len(plan.key_tiles) + plan.columns + plan.delta + len(plan.vectors)
     kernel = plgpu.kernel(
         tiles.named(name, functools.partial(_body, plan, walk, values, reverse, names)),
         out_type=tuple(outputs.values()),

@@ -12,12 +12,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
+    "accumulate",
     "chunk_mask",
     "column",
     "decay_matrix",
     "load_f32",
     "named",
     "product",
+    "products",
     "row",
     "scores",
     "tile",
@@ -113,9 +115,39 @@ def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Ar
     return total if init is None or in_place else init + total
 
 
-def scores(plan, tile) -> jax.Array:
-    """`tril(D * (q k^T))` of a chunk."""
-    x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
+def products(*operands) -> list[jax.Array]:
+    """One product for each `(shape, pairs)`, none waiting for another."""
+
+    def body(*accs):
+        for acc, (_, pairs) in zip(accs, operands, strict=True):
+            for lhs, rhs in pairs:
+                plgpu.wgmma(acc, lhs, rhs)
+        return [acc[...] for acc in accs]
+
+    accs = [plgpu.ACC(shape, jnp.float32) for shape, _ in operands]
+    return jax.lax.optimization_barrier(pl.run_scoped(body, *accs))
+
+
+def accumulate(*operands, interpret: bool) -> list[jax.Array]:
+    """`init` plus the sum of products for each `(init, pairs)`, none waiting for another."""
+
+    def body(accs):
+        for acc, (_, pairs) in zip(accs, operands, strict=True):
+            for lhs, rhs in pairs:
+                plgpu.wgmma(acc, lhs, rhs)
+
+    if interpret:
+        shapes = [(init.shape, pairs) for init, pairs in operands]
+        added = products(*shapes)
+        return [init + x for (init, _), x in zip(operands, added, strict=True)]
+    accs = tuple(plgpu.ACC.init(init) for init, _ in operands)
+    return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
+
+
+def scores(plan, tile, x: jax.Array | None = None) -> jax.Array:
+    """`tril(D * x)` of a chunk, where `x` is `q k^T` unless given."""
+    if x is None:
+        x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
     mask = chunk_mask()
     if plan.gated:
         x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
