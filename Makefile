@@ -36,7 +36,7 @@ lint: $(READY)  ## style, types and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=. $(BIN)/lint-imports
 
 format: $(READY)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
@@ -46,7 +46,8 @@ docs: $(READY)  ## the documentation site, in docs/_build/html
 	@$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null \
 		|| if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[docs]'; \
 		else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'; fi
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 clean:  ## remove what was built, not what was measured
-	rm -rf $(VENV) .venv-newest build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest build dist docs/_build *.egg-info uv.lock \
+		.pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

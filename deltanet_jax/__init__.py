@@ -1,5 +1,12 @@
 """Delta-rule linear attention in JAX: one family, three interchangeable parallel forms."""
 
+from deltanet_jax._version import __version__
+from deltanet_jax.layers.delta_net import (
+    AssociativeDeltaNet,
+    ChunkwiseDeltaNet,
+    DeltaNet,
+    RecurrentDeltaNet,
+)
 from deltanet_jax.ops.api import (
     delta_rule,
     gated_delta_rule,
@@ -12,6 +19,11 @@ from deltanet_jax.ops.api import (
 )
 
 __all__ = [
+    "AssociativeDeltaNet",
+    "ChunkwiseDeltaNet",
+    "DeltaNet",
+    "RecurrentDeltaNet",
+    "__version__",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear_attention",

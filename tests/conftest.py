@@ -28,7 +28,7 @@ mpl.use("Agg")
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=20)
 settings.load_profile("repeatable")
 
-HARDWARE = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
+HARDWARE = {"gpu": "an NVIDIA GPU (JAX_PLATFORMS=cuda,cpu)", "tpu": "a TPU (JAX_PLATFORMS=tpu,cpu)"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

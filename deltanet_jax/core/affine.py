@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 __all__ = ["AffineMap", "apply", "compose", "token_maps"]
@@ -28,15 +27,13 @@ def _left_multiply(A: jax.Array, X: jax.Array, precision: jax.lax.Precision | No
 
 
 def apply(
-    map_: AffineMap, state: Float[Array, "*B K V"], precision: jax.lax.Precision | None
-) -> Float[Array, "*B K V"]:
+    map_: AffineMap, state: Float[Array, "*#B K V"], precision: jax.lax.Precision | None
+) -> Float[Array, "*#B K V"]:
     """`A S + B`."""
     return _left_multiply(map_.A, state, precision) + map_.B
 
 
-def compose(
-    earlier: AffineMap, later: AffineMap, precision: jax.lax.Precision | None
-) -> AffineMap:
+def compose(earlier: AffineMap, later: AffineMap, precision: jax.lax.Precision | None) -> AffineMap:
     """`(A1, B1) . (A2, B2) = (A2 A1, A2 B1 + B2)`: associative, not commutative."""
     return AffineMap(
         _left_multiply(later.A, earlier.A, precision), apply(later, earlier.B, precision)
@@ -49,11 +46,17 @@ def token_maps(
     g: Float[Array, "*B D"] | None,
     beta: Float[Array, "*B 1"] | None,
 ) -> AffineMap:
-    """`A_t = (I - beta k^T k) Diag(a)`, `B_t = beta k^T v`; without the delta rule `Diag(a)`, `k^T v`."""
+    """The map of one token.
+
+    ::
+
+        A = (I - beta k^T k) Diag(a)    B = beta k^T v
+        A = Diag(a)                     B = k^T v         without the delta rule
+    """
     column = k[..., :, None]
     decay = jnp.ones_like(column) if g is None else jnp.exp(g)[..., :, None]
     if beta is None:
         return AffineMap(jnp.broadcast_to(decay, column.shape), column * v[..., None, :])
     weighted = beta[..., None] * k[..., None, :]
-    erase = np.eye(k.shape[-1], dtype=k.dtype) - column * weighted
+    erase = jnp.eye(k.shape[-1], dtype=k.dtype) - column * weighted
     return AffineMap(erase * jnp.swapaxes(decay, -1, -2), column * (beta * v)[..., None, :])

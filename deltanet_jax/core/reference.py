@@ -19,7 +19,12 @@ def recurrence(
     initial_state: np.ndarray | None = None,
     segment_ids: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`S_t = (I - beta_t k_t^T k_t) Diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t`, `o_t = scale q_t S_t`.
+    """Run the family's recurrence, one matrix product after another.
+
+    ::
+
+        S_t = (I - beta_t k_t^T k_t) Diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t
+        o_t = scale q_t S_t
 
     Without `beta` the erasing factor is the identity and the write is `k_t^T v_t`. Shapes are
     those of `deltanet_jax.linear_attention`; everything is converted to float64.

@@ -12,7 +12,7 @@ BLOCK = 16  # rows solved one by one before blocks are merged
 
 @jax.custom_jvp
 def unit_lower_inverse(strict: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """`(I + L)^-1` for a strictly lower triangular `L`; entries on or above the diagonal are ignored.
+    """`(I + L)^-1` for a strictly lower triangular `L`; the rest of the matrix is ignored.
 
     Forward substitution on 16x16 diagonal blocks, then merges of neighbouring blocks::
 
@@ -69,8 +69,10 @@ def _padded_size(C: int) -> int:
     """The smallest `BLOCK * 2**m` that holds `C` rows, or `C` itself below one block."""
     if C <= BLOCK:
         return C
-    blocks = -(-C // BLOCK)
-    return BLOCK * 2 ** (blocks - 1).bit_length()
+    size = BLOCK
+    while size < C:
+        size *= 2
+    return size
 
 
 def _diagonal_blocks(

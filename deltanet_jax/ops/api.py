@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
+from typing import ParamSpec, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from deltanet_jax.core import recurrence
-from deltanet_jax.core.recurrence import Problem, accumulation_dtype
+from deltanet_jax.core.recurrence import accumulation_dtype
 from deltanet_jax.ops import canonical, variants
 from deltanet_jax.ops.variants import Implementation
 
@@ -35,15 +35,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Options(TypedDict, total=False):
+class CallOptions(TypedDict, total=False):
     """The keywords that every member shares; `linear_attention` documents them."""
 
     scale: float | None
     initial_state: Float[Array, "B HV K V"] | None
     segment_ids: Segments | None
     chunk_size: int | None
-    implementation: Choice
     precision: jax.lax.PrecisionLike
+
+
+class Options(CallOptions, total=False):
+    """The same, with the choice of an implementation."""
+
+    implementation: Choice
 
 
 class CallError(ValueError, TypeError):
@@ -54,11 +59,13 @@ def _checked_call(function: Callable[P, R]) -> Callable[P, R]:
     """Spell out `**options` in the signature, and name the arguments when a call does not fit."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if len(parameters) < len(signature.parameters):
-        parameters += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=type_)
-            for name, type_ in get_type_hints(Options).items()
-        ]
+    for p in signature.parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            keywords = get_type_hints(get_args(p.annotation)[0])
+            parameters += [
+                p.replace(name=name, kind=p.KEYWORD_ONLY, default=None, annotation=hint)
+                for name, hint in keywords.items()
+            ]
     signature = signature.replace(parameters=parameters)
 
     @functools.wraps(function)
@@ -211,9 +218,7 @@ def gated_delta_rule(
     References:
         Yang et al., 2024, arXiv:2412.06464.
     """
-    return linear_attention(
-        q, k, v, g=_required("g", g), beta=_required("beta", beta), **options
-    )
+    return linear_attention(q, k, v, g=_required("g", g), beta=_required("beta", beta), **options)
 
 
 @_checked_call
@@ -363,25 +368,24 @@ def why_not(
     *,
     g: Gate | None = None,
     beta: Float[Array, "B T HV"] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[CallOptions],
 ) -> str | None:
     """Why this implementation cannot run this call, or `None` if it can.
 
-    Takes the arguments of `linear_attention`, as arrays or as `jax.ShapeDtypeStruct`s;
+    Takes the arguments of `linear_attention`, as arrays or `jax.ShapeDtypeStruct` objects;
     nothing is computed.
 
     Raises:
         ValueError: If the call itself is wrong.
     """
-    options.pop("implementation", None)
-    size = canonical.canonical_chunk_size(options.pop("chunk_size", None))
-    static = {name: options.pop(name, None) for name in ("scale", "precision")}
-    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, **options)
+    size = canonical.canonical_chunk_size(options.get("chunk_size"))
+    arrays: dict[str, object] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    arrays |= {name: options.get(name) for name in ("initial_state", "segment_ids")}
+    static = {name: options.get(name) for name in ("scale", "precision")}
     reasons = []
 
-    def ask(arrays: dict[str, jax.Array | None]) -> None:
-        full = {"initial_state": None, "segment_ids": None} | arrays
-        problem = canonical.canonical_problem(**full, **static)
+    def ask(arrays: dict[str, object]) -> None:
+        problem = canonical.canonical_problem(**arrays, **static)
         reasons.append(variants.reason_against(implementation, problem, size))
 
     jax.eval_shape(ask, arrays)

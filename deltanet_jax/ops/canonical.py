@@ -3,6 +3,7 @@
 Every message names the argument, what came and what was wanted.
 """
 
+import math
 import operator
 
 import jax
@@ -67,7 +68,7 @@ def canonical_chunk_size(chunk_size: object) -> int | None:
 def canonical_scale(scale: object, K: int) -> float:
     """A Python float; `K**-0.5` by default."""
     if scale is None:
-        return K**-0.5
+        return 1 / math.sqrt(K)
     try:
         return float(scale)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -115,7 +116,7 @@ def _canonical_reset(segment_ids: object, B: int, T: int) -> jax.Array | None:
         raise ValueError(f"`segment_ids` must have an integer dtype; got {segment_ids.dtype}")
     _check_shape("segment_ids", segment_ids.shape, "[B, T]", (B, T))
     ids = jnp.asarray(segment_ids)
-    return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
+    return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])[:, :T]
 
 
 def canonical_problem(

@@ -13,7 +13,14 @@ from jaxtyping import Array, Float
 
 from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy, read, solve_writes, write
 from deltanet_jax.core.recurrence import Problem, start_state
-from deltanet_jax.ops.layout import as_chunks, from_chunks, join_time, split_time, tokens_of
+from deltanet_jax.ops.layout import (
+    as_chunks,
+    from_chunks,
+    join_time,
+    map_tokens,
+    split_time,
+    tokens_of,
+)
 
 __all__ = ["chunkwise", "chunkwise_solve"]
 
@@ -22,6 +29,7 @@ SEGMENT_TOKENS = 512  # of all chunks that form 2 prepares together
 
 State = Float[Array, "B H K V"]
 Precision = jax.lax.Precision | None
+Block = Callable[..., tuple[State, jax.Array]]
 
 
 def chunkwise(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -32,27 +40,30 @@ def chunkwise(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Arra
     return _scan_blocks(problem, segment, partial(_wy_segment, chunk_size=C))
 
 
-def chunkwise_solve(
-    problem: Problem, chunk_size: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def chunkwise_solve(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Form 1: each chunk's triangular system is solved with the state that comes in."""
     C = min(chunk_size or DEFAULT_CHUNK, problem.q.shape[1])
     return _scan_blocks(problem, C, _solve_chunk)
 
 
-def _scan_blocks(problem: Problem, size: int, block: Callable) -> tuple[jax.Array, jax.Array]:
+def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, jax.Array]:
     """Pass the state through blocks of `size` tokens, keeping only it for the backward pass."""
     problem = problem.with_repeated_keys()
-    blocks = jax.tree.map(lambda x: split_time(x, size), tokens_of(problem))
-    body = jax.checkpoint(partial(block, precision=problem.precision), prevent_cse=False)
+    blocks = map_tokens(lambda x: split_time(x, size), tokens_of(problem))
+
+    # Scaled and rounded block by block: no pass over the whole output in the wider type.
+    def body(state: State, tokens: Chunk) -> tuple[State, jax.Array]:
+        state, o = block(state, tokens, precision=problem.precision)
+        return state, (o * problem.scale).astype(problem.v.dtype)
+
+    body = jax.checkpoint(body, prevent_cse=False)
     final_state, o = jax.lax.scan(body, start_state(problem), blocks)
-    o = join_time(o)[:, : problem.q.shape[1]] * problem.scale
-    return o.astype(problem.v.dtype), final_state
+    return join_time(o)[:, : problem.q.shape[1]], final_state
 
 
 def _solve_chunk(state: State, tokens: Chunk, *, precision: Precision) -> tuple[State, jax.Array]:
     """One chunk, from tokens `[B, C, H, *]`."""
-    chunk = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), tokens)
+    chunk = map_tokens(lambda x: jnp.swapaxes(x, 1, 2), tokens)
     writes = solve_writes(chunk, state, precision)
     o = read(chunk, state, writes, precision)
     return write(chunk, state, writes, precision), jnp.swapaxes(o, 1, 2)

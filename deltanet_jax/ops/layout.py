@@ -1,5 +1,7 @@
 """Cutting the time axis: blocks of tokens for a scan, chunks for the chunk algebra."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,7 +9,7 @@ from jaxtyping import Array, Float
 from deltanet_jax.core.chunk import Chunk
 from deltanet_jax.core.recurrence import Problem, decay_with_resets
 
-__all__ = ["as_chunks", "from_chunks", "join_time", "split_time", "tokens_of"]
+__all__ = ["as_chunks", "from_chunks", "join_time", "map_tokens", "split_time", "tokens_of"]
 
 
 def split_time(x: Float[Array, "B T *rest"], size: int) -> Float[Array, "M B size *rest"]:
@@ -27,6 +29,18 @@ def join_time(x: Float[Array, "M B size *rest"]) -> Float[Array, "B T *rest"]:
     return jnp.moveaxis(x, 0, 1).reshape(B, M * size, *rest)
 
 
+def map_tokens(function: Callable[[jax.Array], jax.Array], tokens: Chunk) -> Chunk:
+    """Apply `function` to every array of a chunk."""
+    q, k, v, g, beta = tokens
+    return Chunk(
+        function(q),
+        function(k),
+        function(v),
+        None if g is None else function(g),
+        None if beta is None else function(beta),
+    )
+
+
 def tokens_of(problem: Problem) -> Chunk:
     """The problem's tokens, time on axis 1, with gates as columns."""
     g, beta = decay_with_resets(problem), problem.beta
@@ -36,7 +50,11 @@ def tokens_of(problem: Problem) -> Chunk:
 
 def as_chunks(tokens: Chunk, chunk_size: int) -> Chunk:
     """`[B, N*C, H, *]` as chunks `[N, B, H, C, *]`, the last one padded."""
-    return jax.tree.map(lambda x: jnp.swapaxes(split_time(x, chunk_size), 2, 3), tokens)
+
+    def split(x: jax.Array) -> Float[Array, "N B H C D"]:
+        return jnp.swapaxes(split_time(x, chunk_size), 2, 3)
+
+    return map_tokens(split, tokens)
 
 
 def from_chunks(o: Float[Array, "N B H C V"]) -> Float[Array, "B T H V"]:

@@ -30,10 +30,11 @@ def recurrent(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Arra
     return o.astype(problem.v.dtype), final_state
 
 
-def _block(
-    state: jax.Array, tokens: tuple[jax.Array | None, ...]
-) -> tuple[jax.Array, jax.Array]:
-    def token(state: jax.Array, x: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
+Token = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+
+
+def _block(state: jax.Array, tokens: Token) -> tuple[jax.Array, jax.Array]:
+    def token(state: jax.Array, x: Token) -> tuple[jax.Array, jax.Array]:
         o, state = step(state, *x)
         return state, o
 

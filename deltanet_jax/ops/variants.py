@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import jax
 
@@ -11,20 +12,43 @@ from deltanet_jax.ops.associative import associative
 from deltanet_jax.ops.chunkwise import chunkwise, chunkwise_solve
 from deltanet_jax.ops.recurrent import recurrent
 
-__all__ = ["IMPLEMENTATIONS", "Algorithm", "Implementation", "choose", "reason_against", "run"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Algorithm",
+    "Implementation",
+    "check_name",
+    "choose",
+    "reason_against",
+    "run",
+]
 
 Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
 Implementation = str | Algorithm
 
-KERNELS = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
+
+class Kernels(Protocol):
+    """What a package of kernels offers."""
+
+    def why_not(self, problem: Problem, chunk_size: int | None) -> str | None: ...
+
+    def chunkwise(
+        self, problem: Problem, chunk_size: int | None = None, *, interpret: bool = False
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+KERNELS: dict[str, Kernels] = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
 SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
+
+
+def _kernels(platform: str) -> Kernels:
+    return KERNELS.get(platform, mosaic_tpu)
 
 
 def _pallas(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
     """The kernels of this platform; elsewhere the TPU kernel in the interpreter."""
     platform = _platform(problem)
-    kernels = KERNELS.get(platform, mosaic_tpu)
-    return kernels.chunkwise(problem, chunk_size, interpret=platform not in KERNELS)
+    run_kernels = _kernels(platform).chunkwise
+    return run_kernels(problem, chunk_size, interpret=platform not in KERNELS)
 
 
 IMPLEMENTATIONS: dict[str, Algorithm] = {
@@ -49,7 +73,7 @@ def choose(
     """
     if implementation is None:
         return _choose_best(problem, chunk_size)
-    if isinstance(implementation, str) or callable(implementation):
+    if isinstance(implementation, str) or not isinstance(implementation, Sequence):
         reason = reason_against(implementation, problem, chunk_size)
         if reason is not None:
             raise NotImplementedError(f"`implementation={implementation!r}`: {reason}")
@@ -63,7 +87,7 @@ def reason_against(
     """Why this one implementation cannot run the call, or `None` if it can."""
     if _lookup(implementation) is not _pallas:
         return None
-    return KERNELS.get(_platform(problem), mosaic_tpu).why_not(problem, chunk_size)
+    return _kernels(_platform(problem)).why_not(problem, chunk_size)
 
 
 @partial(jax.jit, static_argnames=("algorithm", "chunk_size"))
@@ -74,24 +98,31 @@ def run(
     return algorithm(problem, chunk_size)
 
 
-def _lookup(implementation: Implementation) -> Algorithm:
+def check_name(implementation: object) -> None:
+    """Raise `ValueError` unless this is a callable or a known name."""
     if callable(implementation):
-        return implementation
-    if implementation not in IMPLEMENTATIONS:
+        return
+    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"`implementation` must be one of {sorted(IMPLEMENTATIONS)}, a callable, a sequence "
             f"of these or None; got {implementation!r}"
         )
-    return IMPLEMENTATIONS[implementation]
+
+
+def _lookup(implementation: Implementation) -> Algorithm:
+    check_name(implementation)
+    return implementation if callable(implementation) else IMPLEMENTATIONS[implementation]
 
 
 def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
-    on_hardware = _platform(problem) in KERNELS
+    """What measured best: see `docs/choosing.md`."""
+    platform = _platform(problem)
     if problem.q.shape[1] <= SHORT:
         return recurrent
-    if on_hardware and reason_against("pallas", problem, chunk_size) is None:
+    if platform in KERNELS and reason_against("pallas", problem, chunk_size) is None:
         return _pallas
-    return chunkwise
+    # Form 1 does the least arithmetic; form 2 has the shortest serial chain.
+    return chunkwise_solve if platform == "cpu" else chunkwise
 
 
 def _choose_first(
@@ -103,9 +134,9 @@ def _choose_first(
     reasons = []
     for name, algorithm in zip(candidates, algorithms, strict=True):
         if algorithm is _pallas and _platform(problem) not in KERNELS:
-            reason = f"its kernels need a GPU or a TPU; this call runs on {_platform(problem)}"
-        else:
-            reason = reason_against(name, problem, chunk_size)
+            reasons.append(f"{name!r}: its kernels need a GPU or a TPU")
+            continue
+        reason = reason_against(name, problem, chunk_size)
         if reason is None:
             return algorithm
         reasons.append(f"{name!r}: {reason}")

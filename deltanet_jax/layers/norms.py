@@ -1,0 +1,64 @@
+"""Normalisations, computed in float32 whatever comes in."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax.layers.parameters import parameter
+
+__all__ = ["NORMS", "RMSNorm", "l2_norm", "no_norm", "sum_norm"]
+
+L2_EPS = 1e-6
+SUM_EPS = 1e-6
+
+
+def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """`x / |x|`, and a zero row stays zero with a finite gradient."""
+    x = x.astype(accumulation_dtype(x))
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def sum_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """`x / sum(|x|)`: for a positive feature map the sum normalisation of Schlag et al., 2021."""
+    x = x.astype(accumulation_dtype(x))
+    return x / jnp.maximum(jnp.sum(jnp.abs(x), axis=-1, keepdims=True), SUM_EPS)
+
+
+def no_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    return x.astype(accumulation_dtype(x))
+
+
+NORMS = {"l2": l2_norm, "sum": sum_norm, "none": no_norm}
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis with a learned scale.
+
+    ::
+
+        y = x / sqrt(mean(x^2) + eps) * scale
+
+    Statistics and product are float32; the result has the dtype of the input, or `dtype`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        axis_name: str | None = None,
+    ) -> None:
+        self.eps = eps
+        self.dtype = dtype
+        self.scale = parameter(jnp.ones((features,), param_dtype), (axis_name,))
+
+    def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+        dtype = self.dtype or x.dtype
+        x = x.astype(accumulation_dtype(x))
+        variance = jnp.mean(x * x, axis=-1, keepdims=True)
+        return (x * jax.lax.rsqrt(variance + self.eps) * self.scale[...]).astype(dtype)

@@ -1,0 +1,128 @@
+"""The options of a layer, checked once; every message names the argument."""
+
+import math
+import operator
+from dataclasses import dataclass
+
+from deltanet_jax.layers.features import FEATURE_MAPS, feature_dim
+from deltanet_jax.layers.norms import NORMS
+from deltanet_jax.ops.api import Choice
+from deltanet_jax.ops.canonical import canonical_chunk_size
+from deltanet_jax.ops.variants import check_name
+
+__all__ = ["GATES", "LayerOptions", "check_implementation", "check_positive"]
+
+GATES = ("none", "scalar", "vector")
+
+
+def check_positive(name: str, value: object) -> int:
+    """A positive `int`."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number <= 0 or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be a positive integer; got {value!r}")
+    return number
+
+
+def check_positive_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"`{name}` must be a positive number; got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False; got {value!r}")
+
+
+def check_implementation(implementation: Choice) -> Choice:
+    """An implementation, with a sequence as a tuple so that it can be a static attribute."""
+    if isinstance(implementation, list | tuple):
+        if not implementation:
+            raise ValueError("`implementation` must name at least one candidate; got none")
+        for one in implementation:
+            check_name(one)
+        return tuple(implementation)
+    if implementation is not None:
+        check_name(implementation)
+    return implementation
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What `DeltaNet` was built with; `DeltaNet` documents the fields."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int | None = None
+    expand_v: float = 1.0
+    num_v_heads: int | None = None
+    gate: str = "none"
+    use_beta: bool = True
+    allow_neg_eigval: bool = False
+    conv_size: int | None = 4
+    feature_map: str = "silu"
+    dpfp_nu: int = 1
+    qk_norm: str = "l2"
+    use_output_gate: bool = False
+    norm_eps: float = 1e-5
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "dpfp_nu"):
+            check_positive(name, getattr(self, name))
+        for name in ("head_dim", "num_v_heads", "conv_size"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name in ("use_beta", "allow_neg_eigval", "use_output_gate"):
+            check_flag(name, getattr(self, name))
+        check_choice("gate", self.gate, GATES)
+        check_choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
+        check_choice("qk_norm", self.qk_norm, tuple(NORMS))
+        canonical_chunk_size(self.chunk_size)
+        for name in ("expand_v", "norm_eps"):
+            check_positive_number(name, getattr(self, name))
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                "`hidden_size` must be a multiple of `num_heads` unless `head_dim` is given; "
+                f"got {self.hidden_size} and {self.num_heads}"
+            )
+        if self.value_heads % self.num_heads:
+            raise ValueError(
+                "`num_v_heads` must be a multiple of `num_heads`; "
+                f"got {self.num_v_heads} and {self.num_heads}"
+            )
+        wanted = self.width * self.expand_v
+        if wanted < 0.5 or abs(wanted - round(wanted)) > 1e-6:
+            raise ValueError(
+                "`expand_v` times the head dim must be a positive whole number; "
+                f"got {self.expand_v!r} times {self.width}"
+            )
+
+    @property
+    def width(self) -> int:
+        """Channels per key head before the feature map."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def value_heads(self) -> int:
+        return self.num_v_heads or self.num_heads
+
+    @property
+    def key_dim(self) -> int:
+        """`K`: features per key head."""
+        return feature_dim(self.feature_map, self.width, self.dpfp_nu)
+
+    @property
+    def value_dim(self) -> int:
+        """`V`: channels per value head."""
+        return round(self.width * self.expand_v)

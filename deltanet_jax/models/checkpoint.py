@@ -1,0 +1,142 @@
+"""Checkpoints of a training run: written atomically, found again after a kill."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from deltanet_jax.models.config import DeltaNetConfig
+from deltanet_jax.models.delta_net_lm import DeltaNetLM
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory; a context manager.
+
+    Each holds the model, the optimiser, the step and the config. A checkpoint appears under
+    its final name only once it is complete, so one that a kill interrupted is never found.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 2) -> None:
+        """Open a directory, made if it is missing.
+
+        Args:
+            directory: Where the checkpoints are.
+            keep: How many of the newest to keep.
+        """
+        if keep < 1:
+            raise ValueError(f"`keep` must be at least 1; got {keep}")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        self.directory = Path(directory).resolve()
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def latest_step(self) -> int | None:
+        """The step of the newest complete checkpoint, or `None` if there is none."""
+        step: int | None = self._manager.latest_step()
+        return step
+
+    def save(
+        self, step: int, model: DeltaNetLM, optimizer: "nnx.Optimizer[DeltaNetLM] | None" = None
+    ) -> None:
+        """Write a checkpoint of this step; returns when it is complete."""
+        saved = self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(_pure(model, optimizer)),
+                config=ocp.args.JsonSave(model.config.to_dict()),
+            ),
+            force=True,
+        )
+        if not saved:
+            raise ValueError(f"`step` {step} is already in {self.directory}")
+
+    def load_config(self, step: int | None = None) -> DeltaNetConfig:
+        """The config that a checkpoint was written with."""
+        step = self._step(step)
+        data = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
+        return DeltaNetConfig.from_dict(data["config"])
+
+    def restore(
+        self,
+        model: DeltaNetLM,
+        optimizer: "nnx.Optimizer[DeltaNetLM] | None" = None,
+        *,
+        step: int | None = None,
+    ) -> int:
+        """Fill a model, and its optimiser, in place; the step they were written at.
+
+        Arrays keep the sharding they have in `model`.
+
+        Args:
+            model: A model of the config that the checkpoint was written with; its
+                implementation may differ.
+            optimizer: An optimiser of the same kind, or `None` for a checkpoint without one.
+            step: Which checkpoint; the newest by default.
+
+        Raises:
+            FileNotFoundError: If there is no such checkpoint.
+            ValueError: If the config disagrees; the message names the fields.
+        """
+        step = self._step(step)
+        _check_same_config(model.config, self.load_config(step))
+        wanted = _pure(model, optimizer)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(jax.tree.map(_abstract, wanted))
+            ),
+        )["state"]
+        for module, name in ((model, "model"), (optimizer, "optimizer")):
+            if module is not None:
+                state = nnx.state(module)
+                nnx.replace_by_pure_dict(state, restored[name])
+                nnx.update(module, state)
+        return step
+
+    def _step(self, step: int | None) -> int:
+        found = self.latest_step() if step is None else step
+        if found is None or found not in self._manager.all_steps():
+            wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+            raise FileNotFoundError(f"{self.directory} does not hold {wanted}")
+        return found
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _pure(
+    model: DeltaNetLM, optimizer: "nnx.Optimizer[DeltaNetLM] | None"
+) -> dict[str, dict[Any, Any]]:
+    """Nested dictionaries of arrays: what is stored does not depend on Flax's classes."""
+    parts = {"model": nnx.to_pure_dict(nnx.state(model))}
+    if optimizer is not None:
+        parts["optimizer"] = nnx.to_pure_dict(nnx.state(optimizer))
+    return parts
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        x.shape, x.dtype, sharding=x.sharding
+    )
+
+
+def _check_same_config(model: DeltaNetConfig, stored: DeltaNetConfig) -> None:
+    ours, theirs = model.to_dict(), stored.to_dict()
+    differing = [
+        f"{name} is {ours[name]!r}, the checkpoint's {theirs[name]!r}"
+        for name in ours
+        if ours[name] != theirs[name]
+    ]
+    if differing:
+        raise ValueError("`model.config` differs from the checkpoint's: " + "; ".join(differing))

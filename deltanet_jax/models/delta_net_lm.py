@@ -1,0 +1,174 @@
+"""A language model: embedding, pre-norm blocks of mixer and SwiGLU, head."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from deltanet_jax.layers.cache import DeltaNetCache
+from deltanet_jax.layers.checks import check_per_token
+from deltanet_jax.layers.delta_net import DeltaNet
+from deltanet_jax.layers.norms import RMSNorm
+from deltanet_jax.layers.parameters import EMBED, MLP, VOCAB, parameter, projection
+from deltanet_jax.models.config import DeltaNetConfig
+from deltanet_jax.ops.api import Choice
+
+__all__ = ["Block", "DeltaNetLM", "LMCache", "SwiGLU"]
+
+LMCache = tuple[DeltaNetCache, ...]
+
+
+class SwiGLU(nnx.Module):
+    """`W_down (silu(W_gate x) * W_up x)` (Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs) -> None:
+        linear = _projection(config, rngs)
+        D, width = config.hidden_size, config.mlp_width
+        self.gate_proj = linear(D, width, (EMBED, MLP))
+        self.up_proj = linear(D, width, (EMBED, MLP))
+        self.down_proj = linear(width, D, (MLP, EMBED))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        hidden = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden)
+
+
+class Block(nnx.Module):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: DeltaNetConfig, *, implementation: Choice, rngs: nnx.Rngs) -> None:
+        norm = partial(
+            RMSNorm,
+            config.hidden_size,
+            eps=config.norm_eps,
+            param_dtype=jnp.dtype(config.param_dtype),
+            axis_name=EMBED,
+        )
+        self.mixer_norm, self.mlp_norm = norm(), norm()
+        self.mixer = DeltaNet(
+            **config.layer_options(),
+            implementation=implementation,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"] | None,
+        mask: Bool[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        x = x + self.mixer(self.mixer_norm(x), segment_ids=segment_ids, mask=mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def extend(
+        self, x: Float[Array, "B T D"], cache: DeltaNetCache, mask: Bool[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T D"], DeltaNetCache]:
+        mixed, cache = self.mixer.extend(self.mixer_norm(x), cache, mask=mask)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class DeltaNetLM(nnx.Module):
+    """Next-token model over a vocabulary; its memory in decoding is constant.
+
+    Models of one config have one tree of parameters whatever the implementation, so
+    `nnx.update(b, nnx.state(a))` turns one into another.
+    """
+
+    def __init__(
+        self, config: DeltaNetConfig, *, implementation: Choice = None, rngs: nnx.Rngs
+    ) -> None:
+        """Make a model; embeddings start normal with deviation `hidden_size**-0.5`.
+
+        Args:
+            config: The shape of the model.
+            implementation: Of every mixer; see `linear_attention`.
+            rngs: Source of randomness, stream `params`.
+        """
+        self.config = config
+        D, vocab = config.hidden_size, config.vocab_size
+        table = jax.random.normal(rngs.params(), (vocab, D), jnp.dtype(config.param_dtype))
+        self.embedding = parameter(table * D**-0.5, (VOCAB, EMBED))
+        self.blocks = nnx.List(
+            Block(config, implementation=implementation, rngs=rngs)
+            for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(
+            D, eps=config.norm_eps, param_dtype=jnp.dtype(config.param_dtype), axis_name=EMBED
+        )
+        if not config.tie_embeddings:
+            self.head = _projection(config, rngs)(D, vocab, (EMBED, VOCAB))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T vocab"]:
+        """Logits of the token after each token, in float32.
+
+        Args:
+            tokens: Integers in `[0, vocab_size)`.
+            segment_ids: Integers; nothing crosses a change of id.
+            mask: True for real tokens; the others act as if they were absent.
+
+        Raises:
+            ValueError: If a shape or dtype is wrong; the message names the argument.
+        """
+        x = self._embed(tokens)
+        for block in self.blocks:
+            x = block(x, segment_ids, mask)
+        return self._logits(x)
+
+    def init_cache(self, batch_size: int) -> LMCache:
+        """The cache before the first token: one per block."""
+        return tuple(block.mixer.init_cache(batch_size) for block in self.blocks)
+
+    def extend(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: LMCache,
+        *,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T vocab"], LMCache]:
+        """Go on from a cache with any number of tokens: logits, and the cache after them."""
+        x, new = self._embed(tokens), []
+        if len(cache) != len(self.blocks):
+            raise ValueError(
+                f"`cache` must hold one part per block, {len(self.blocks)}; got {len(cache)}"
+            )
+        for block, part in zip(self.blocks, cache, strict=True):
+            x, part = block.extend(x, part, mask)
+            new.append(part)
+        return self._logits(x), tuple(new)
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        if getattr(tokens, "ndim", None) != 2:
+            raise ValueError(f"`tokens` must be an array [B, T]; got {np.shape(tokens)}")
+        checked = check_per_token("tokens", tokens, tokens.shape, np.integer)
+        return self.embedding[...][checked].astype(self.config.compute_dtype)
+
+    def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+        x = self.norm(x)
+        if not self.config.tie_embeddings:
+            return self.head(x).astype(jnp.float32)
+        table = self.embedding[...].astype(x.dtype)
+        return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+
+
+def _projection(config: DeltaNetConfig, rngs: nnx.Rngs) -> "partial[nnx.Linear]":
+    return partial(
+        projection,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        precision=None,
+        kernel_init=nnx.initializers.lecun_normal(),
+        rngs=rngs,
+    )

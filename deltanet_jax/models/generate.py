@@ -1,0 +1,114 @@
+"""Sampling from a model at constant memory."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
+
+__all__ = ["generate", "sample"]
+
+_Carry = tuple[jax.Array, LMCache]
+
+
+class _Sampling(NamedTuple):
+    """What a sampling loop is compiled for."""
+
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+
+
+def generate(
+    model: DeltaNetLM,
+    prompt: Int[Array, "B T"],
+    num_tokens: int,
+    *,
+    key: Key[Array, ""],
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Int[Array, "B num_tokens"]:
+    """Continue a prompt: read it at once, then sample one token after another.
+
+    Args:
+        model: The model.
+        prompt: Tokens, `[B, T]`, `T >= 1`.
+        num_tokens: How many to sample.
+        key: Source of randomness.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Sample among this many most likely tokens; among all by default.
+        mask: True for real tokens of the prompt, on either side of its padding; every row
+            needs at least one.
+
+    Returns:
+        The sampled tokens, without the prompt.
+
+    Raises:
+        ValueError: If an argument is out of range; the message names it.
+    """
+    if getattr(prompt, "ndim", None) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"`prompt` must be [B, T] with T >= 1; got {jnp.shape(prompt)}")
+    if num_tokens < 0:
+        raise ValueError(f"`num_tokens` must be >= 0; got {num_tokens}")
+    _check_sampling(temperature, top_k, model.config.vocab_size)
+    static = _Sampling(num_tokens, float(temperature), top_k)
+    graph, state = nnx.split(model)
+    tokens: jax.Array = _generate(state, prompt, mask, key, graph=graph, how=static)
+    return tokens
+
+
+def sample(
+    logits: Float[Array, "B vocab"], key: Key[Array, ""], temperature: float, top_k: int | None
+) -> Int[Array, " B"]:
+    """One token per row."""
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    if top_k is not None:
+        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits / temperature)
+
+
+def _check_sampling(temperature: float, top_k: int | None, vocab: int) -> None:
+    if not temperature >= 0:
+        raise ValueError(f"`temperature` must be >= 0; got {temperature}")
+    if top_k is not None and not 1 <= top_k <= vocab:
+        raise ValueError(f"`top_k` must be in [1, vocab_size={vocab}] or None; got {top_k}")
+
+
+@partial(jax.jit, static_argnames=("graph", "how"))
+def _generate(
+    state: nnx.State[Any, Any],
+    prompt: Int[Array, "B T"],
+    mask: Bool[Array, "B T"] | None,
+    key: Key[Array, ""],
+    *,
+    graph: nnx.GraphDef[DeltaNetLM],
+    how: _Sampling,
+) -> Int[Array, "B num_tokens"]:
+    model = nnx.merge(graph, state)
+    logits, cache = model.extend(prompt, model.init_cache(prompt.shape[0]), mask=mask)
+    last = logits[:, -1] if mask is None else _last_real(logits, mask)
+
+    def decode(carry: _Carry, key: Key[Array, ""]) -> tuple[_Carry, Int[Array, " B"]]:
+        logits, cache = carry
+        token = sample(logits, key, how.temperature, how.top_k)
+        logits, cache = model.extend(token[:, None], cache)
+        return (logits[:, 0], cache), token
+
+    _, tokens = jax.lax.scan(decode, (last, cache), jax.random.split(key, how.num_tokens))
+    return tokens.T
+
+
+def _last_real(
+    logits: Float[Array, "B T vocab"], mask: Bool[Array, "B T"]
+) -> Float[Array, "B vocab"]:
+    """The logits at the last real token of each row."""
+    T = mask.shape[1]
+    last = T - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]

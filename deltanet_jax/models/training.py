@@ -1,0 +1,99 @@
+"""Training a language model with optax."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from deltanet_jax.models.delta_net_lm import DeltaNetLM
+
+__all__ = ["bits_per_token", "make_optimizer", "next_token_loss", "train_step"]
+
+
+def make_optimizer(
+    model: DeltaNetLM,
+    learning_rate: float,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.95,
+) -> "nnx.Optimizer[DeltaNetLM]":
+    """AdamW after clipping by global norm, warm-up and cosine decay to a tenth.
+
+    Weight decay acts on matrices alone: norms, gates and convolutions are left to move freely.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(
+            f"`warmup_steps` must be in [0, total_steps={total_steps}); got {warmup_steps}"
+        )
+    schedule = optax.warmup_cosine_decay_schedule(
+        learning_rate / max(1, warmup_steps),
+        learning_rate,
+        warmup_steps,
+        total_steps,
+        end_value=learning_rate / 10,
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_decayed),
+    )
+    return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+
+def _decayed(params: optax.Params) -> optax.Params:
+    """True for the matrices of projections, embedding and head."""
+
+    def is_matrix(path: tuple[object, ...], _: jax.Array) -> bool:
+        names = [str(getattr(part, "key", part)) for part in path]
+        return any(n.endswith("_proj") or n in ("embedding", "head") for n in names)
+
+    decayed: optax.Params = jax.tree_util.tree_map_with_path(is_matrix, params)
+    return decayed
+
+
+def next_token_loss(
+    model: DeltaNetLM,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """Mean cross entropy, in nats, of every token given those before it in its segment.
+
+    A target counts if it is real and in the segment of the token before it.
+    """
+    logits = model(tokens, segment_ids=segment_ids, mask=mask)[:, :-1]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    counted = jnp.ones_like(losses)
+    if segment_ids is not None:
+        counted = counted * (segment_ids[:, 1:] == segment_ids[:, :-1])
+    if mask is not None:
+        counted = counted * (mask[:, 1:] & mask[:, :-1])
+    return jnp.sum(losses * counted) / jnp.maximum(jnp.sum(counted), 1)
+
+
+def bits_per_token(loss: float) -> float:
+    """A loss in nats as bits; for a byte-level model, bits per byte."""
+    return loss / math.log(2)
+
+
+@nnx.jit
+def train_step(
+    model: DeltaNetLM,
+    optimizer: "nnx.Optimizer[DeltaNetLM]",
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> dict[str, Float[Array, ""]]:
+    """One update in place; the loss before it and the norm of its gradient."""
+    loss_of = partial(next_token_loss, tokens=tokens, segment_ids=segment_ids, mask=mask)
+    loss, gradient = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradient)
+    return {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}

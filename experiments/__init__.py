@@ -1,0 +1,1 @@
+"""Experiments on the operators and layers: `python -m experiments --help`."""

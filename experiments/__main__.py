@@ -1,0 +1,73 @@
+"""The command line: `python -m experiments --help`."""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from experiments.cache_size import CacheSize
+from experiments.cache_size import run as run_cache_size
+from experiments.delta_as_sgd import DeltaAsSgd
+from experiments.delta_as_sgd import run as run_delta_as_sgd
+from experiments.memory_capacity import MemoryCapacity
+from experiments.memory_capacity import run as run_memory_capacity
+from experiments.record import RecordError
+from experiments.scan_vs_chunk import PRESETS, ScanVsChunk
+from experiments.scan_vs_chunk import run as run_scan_vs_chunk
+from experiments.tables import console
+
+__all__ = ["main", "parse"]
+
+Options = ScanVsChunk | MemoryCapacity | CacheSize | DeltaAsSgd
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options of one experiment; the defaults of the ablation are its preset's."""
+    commands = (
+        Annotated[
+            ScanVsChunk,
+            tyro.conf.subcommand("scan-vs-chunk", default=PRESETS[_preset(arguments)]),
+        ]
+        | Annotated[MemoryCapacity, tyro.conf.subcommand("memory-capacity")]
+        | Annotated[CacheSize, tyro.conf.subcommand("cache-size")]
+        | Annotated[DeltaAsSgd, tyro.conf.subcommand("delta-as-sgd")]
+    )
+    return tyro.cli(
+        commands,
+        args=list(arguments),
+        prog="python -m experiments",
+        description="Experiments on delta-rule linear attention; each leaves a run directory.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _preset(arguments: Sequence[str]) -> str:
+    """The preset is needed before the rest is parsed; a wrong one is tyro's to refuse."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    named = [value for flag, value in itertools.pairwise(words) if flag == "--preset"]
+    return named[-1] if named and named[-1] in PRESETS else "cpu"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one experiment; returns the exit status."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        match options:
+            case ScanVsChunk():
+                return run_scan_vs_chunk(options)
+            case MemoryCapacity():
+                run_memory_capacity(options)
+            case CacheSize():
+                run_cache_size(options)
+            case DeltaAsSgd():
+                run_delta_as_sgd(options)
+    except (RecordError, ValueError) as error:
+        console.print(f"error: {error}", style="red", soft_wrap=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

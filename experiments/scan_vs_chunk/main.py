@@ -1,0 +1,156 @@
+"""The ablation from start to end: measure, train, compare, draw."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.progress import progress_bar
+from experiments.record import Row, Run
+from experiments.scan_vs_chunk import drawing, operators, training
+from experiments.scan_vs_chunk.options import ScanVsChunk
+from experiments.tables import console, human_bytes, human_count, human_seconds, make_table
+
+__all__ = ["run"]
+
+EXPERIMENT = "scan-vs-chunk"
+
+
+def run(options: ScanVsChunk) -> int:
+    """Run, or go on with a run; returns the exit status."""
+    if options.resume is not None:
+        record = Run.resume(EXPERIMENT, options.resume)
+        options = restore(record.config["options"])
+    else:
+        record = Run.start(EXPERIMENT, options, options.results, options.name)
+    with record:
+        console.print(f"record: {record.directory}")
+        try:
+            with progress_bar() as bar:
+                if options.operators:
+                    operators.measure(options, record, bar)
+                if options.training:
+                    training.train(options, record, bar)
+        except KeyboardInterrupt:
+            write_table(record)
+            command = (
+                f"python -m experiments {EXPERIMENT} --resume {shlex.quote(str(record.directory))}"
+            )
+            console.print(f"interrupted; what was measured is in {record.directory}")
+            console.print(f"go on with: {command}", soft_wrap=True)
+            return 130
+        return finish(options, record)
+
+
+def restore(saved: dict[str, Any]) -> ScanVsChunk:
+    """The options that a run was started with."""
+    known = {field.name: field for field in dataclasses.fields(ScanVsChunk)}
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()
+              if name in known}  # fmt: skip
+    values["text"] = tuple(Path(name) for name in values.get("text", ()))
+    return ScanVsChunk(**values | {"resume": None})
+
+
+def finish(options: ScanVsChunk, record: Run) -> int:
+    """Table, figures, and the verdict on the losses."""
+    write_table(record)
+    drawing.draw_all(options, record)
+    show_operators(options, record.select(kind="operator"))
+    if not options.training:
+        return 0
+    verdict = training.agreement(record, options.loss_tolerance)
+    for row in verdict:
+        record.write({"kind": "agreement", **row})
+    show_training(record, verdict)
+    if all(row["agrees"] for row in verdict):
+        console.print(f"losses agree step by step within {options.loss_tolerance:g} nats")
+        return 0
+    console.print(f"[bold red]losses differ by more than {options.loss_tolerance:g} nats[/]")
+    return 1
+
+
+def write_table(record: Run) -> None:
+    """Operators and trained layers as one CSV."""
+    latest: dict[tuple[object, ...], Row] = {}
+    for row in record.rows:
+        if row["kind"] in ("operator", "arm"):
+            names = ("kind", "implementation", "direction", "T", "d", "C", "arm")
+            latest[tuple(row.get(name) for name in names)] = row
+    record.write_table(latest.values())
+
+
+def show_operators(options: ScanVsChunk, rows: Sequence[Row]) -> None:
+    """One table per direction; the errors are against float64."""
+    for direction in operators.DIRECTIONS:
+        mine = [row for row in rows if row["direction"] == direction]
+        if not mine:
+            continue
+        backward = direction == operators.DIRECTIONS[1]
+        error = "gradient error" if backward else "output / state error"
+        columns = ["implementation", "T", "d", "C", "time", "±", "compile", "memory", "predicted",
+                   "FLOPs", error]  # fmt: skip
+        cells = [_cells(row, backward=backward) for row in mine if row["status"] != "not here"]
+        console.print(make_table(direction.replace("+", " + "), columns, cells))
+    console.print(
+        "time: median of single calls, ± half their interquartile range; memory: XLA's temporary "
+        "allocation; error: rms(x - x64) / rms(x64) against the float64 oracle"
+    )
+    for name, reason in dict.fromkeys(
+        (row["implementation"], row["reason"]) for row in rows if row["status"] == "not here"
+    ):
+        console.print(f"not run here: {name}: {reason}")
+
+
+def _cells(row: Row, *, backward: bool) -> list[object]:
+    head = [row["implementation"], row["T"], row["d"], row["C"] or "-"]
+    predicted = [human_bytes(row["predicted_temporary_bytes"]), human_count(row["predicted_flops"])]
+    if row["status"] == "does not fit":
+        return [
+            *head,
+            "does not fit",
+            "",
+            "",
+            human_bytes(row.get("temporary_bytes")),
+            *predicted,
+            "",
+        ]
+    spread = (row["seconds_q75"] - row["seconds_q25"]) / 2
+    names = ("error_gradient",) if backward else ("error_output", "error_state")
+    errors = " / ".join(f"{row[name]:.1e}" for name in names if name in row)
+    return [
+        *head,
+        human_seconds(row["seconds"]),
+        human_seconds(spread),
+        human_seconds(row["compile_seconds"]),
+        human_bytes(row["temporary_bytes"]),
+        *predicted,
+        errors or "-",
+    ]
+
+
+def show_training(record: Run, verdict: Sequence[Row]) -> None:
+    """The three layers side by side."""
+    arms = {row["arm"]: row for row in record.select(kind="arm")}
+    cells = [
+        [
+            row["arm"],
+            f"{arms[row['arm']]['last_loss']:.4f}",
+            f"{row['largest_loss_difference']:.1e} (step {row['at_step']})",
+            f"{arms[row['arm']]['tokens_per_second']:,.0f}",
+            human_bytes(arms[row["arm"]]["temporary_bytes"]),
+            human_seconds(arms[row["arm"]]["compile_seconds"]),
+        ]
+        for row in verdict
+    ]
+    text = record.find(kind="text")
+    title = f"One model, one start, {text['bytes']:,} bytes of {text['source']}"
+    columns = [
+        "layer",
+        "last loss",
+        "largest difference",
+        "tokens/s",
+        "memory of a step",
+        "compile",
+    ]
+    console.print(make_table(title, columns, cells))

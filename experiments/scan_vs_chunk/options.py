@@ -1,0 +1,112 @@
+"""The options of the ablation, and its presets."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+__all__ = ["PRESETS", "ScanVsChunk"]
+
+
+@dataclass(frozen=True)
+class ScanVsChunk:
+    """The forms of one recurrence against each other: operators, then training on real text.
+
+    Operators: time, memory and error of every implementation against T, head size and chunk
+    size. Training: one language model from one set of parameters on one sequence of batches,
+    once with each of the three layers; the losses must agree, speed and memory differ.
+    """
+
+    preset: Literal["cpu", "gpu"] = "cpu"
+    """Where the defaults below come from; every one of them can be set beside it."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Go on with this run directory, with the options it was started with."""
+    results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
+    """Where run directories go."""
+    name: str | None = None
+    """Name of the run directory; the time by default."""
+    seed: int = 0
+    """Of inputs, parameters and batches."""
+    memory_budget: float | None = None
+    """GB that one case may take; by default half of this machine's free memory, or 0.9 of the
+    accelerator's. What is predicted to need more is listed and not run."""
+
+    operators: bool = True
+    """Measure the operators."""
+    gate: Literal["none", "scalar", "vector"] = "none"
+    """Which member with the delta rule: DeltaNet, Gated DeltaNet or KDA."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the operators' q, k and v."""
+    batch_size: int = 1
+    """Sequences per call of an operator."""
+    heads: int = 1
+    """Heads per call of an operator."""
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+    """T of the first sweep, at `head_dim` and each implementation's default chunk."""
+    head_dim: int = 64
+    """K = V of the sweeps over T and over chunk sizes."""
+    head_dims: tuple[int, ...] = (32, 64, 128)
+    """K = V of the second sweep, at `sweep_length`."""
+    chunk_sizes: tuple[int, ...] = (16, 64, 256)
+    """C of the third sweep, at `sweep_length`."""
+    sweep_length: int = 1024
+    """T of the sweeps over head sizes and chunk sizes."""
+    repeats: int = 15
+    """Timed calls of a case, at most."""
+    case_seconds: float = 0.6
+    """Time after which a case is called no more, once it has three calls."""
+    oracle_tokens: int = 4096
+    """The float64 oracle covers the outputs of this many tokens, of one head."""
+    gradient_tokens: int = 512
+    """T up to which gradients are compared with those of the recurrence in float64."""
+
+    training: bool = True
+    """Train the language models."""
+    text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Text to train on; by default the source of this Python's standard library."""
+    text_bytes: int = 4_000_000
+    """Bytes of it to use, at most."""
+    steps: int = 60
+    """Steps of training per layer."""
+    train_batch: int = 4
+    """Sequences per step."""
+    train_length: int = 256
+    """Bytes per sequence."""
+    width: int = 64
+    """Channels of the model."""
+    layers: int = 2
+    """Blocks of the model."""
+    train_heads: int = 2
+    """Heads of each mixer."""
+    learning_rate: float = 3e-3
+    """Of AdamW, after 10 steps of warm-up."""
+    loss_tolerance: float = 1e-3
+    """Nats by which the losses of one step may differ between layers."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints of training."""
+
+
+PRESETS = {
+    "cpu": ScanVsChunk(),
+    "gpu": ScanVsChunk(
+        preset="gpu",
+        dtype="bfloat16",
+        heads=16,
+        lengths=(1024, 2048, 4096, 8192, 16384, 32768),
+        head_dim=128,
+        head_dims=(64, 128, 256),
+        chunk_sizes=(32, 64, 128),
+        sweep_length=4096,
+        repeats=30,
+        case_seconds=1.5,
+        steps=300,
+        train_batch=16,
+        train_length=1024,
+        width=256,
+        layers=4,
+        train_heads=4,
+        learning_rate=1e-3,
+        checkpoint_every=50,
+    ),
+}

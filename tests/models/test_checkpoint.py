@@ -1,0 +1,114 @@
+"""Checkpoints: round trips, kills, resumes."""
+
+import subprocess
+import sys
+import textwrap
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
+from deltanet_jax.models.checkpoint import Checkpoints
+from deltanet_jax.models.training import make_optimizer, train_step
+
+CONFIG = DeltaNetConfig(vocab_size=17, hidden_size=16, num_layers=1, num_heads=2, mlp_size=16)
+
+
+def make(seed=0, config=CONFIG, implementation="chunkwise"):
+    model = DeltaNetLM(config, implementation=implementation, rngs=nnx.Rngs(seed))
+    return model, make_optimizer(model, 1e-2, total_steps=20, warmup_steps=2)
+
+
+def batch(step):
+    return jax.random.randint(jax.random.key(step), (2, 12), 0, CONFIG.vocab_size)
+
+
+def train(model, optimizer, steps):
+    return [float(train_step(model, optimizer, batch(i))["loss"]) for i in steps]
+
+
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(tmp_path):
+    model, optimizer = make()
+    unbroken = train(model, optimizer, range(6))
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, model, optimizer)
+    resumed, its_optimizer = make(seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        step = checkpoints.restore(resumed, its_optimizer)
+    assert step == 3
+    chex.assert_trees_all_equal(
+        nnx.to_pure_dict(nnx.state(resumed)), nnx.to_pure_dict(nnx.state(model))
+    )
+    assert train(resumed, its_optimizer, range(3, 6)) == unbroken[3:]
+
+
+def test_a_checkpoint_fits_another_implementation(tmp_path):
+    model, _ = make()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, model)
+        other, _ = make(seed=1, implementation="recurrent")
+        checkpoints.restore(other)
+    np.testing.assert_allclose(other(batch(0)), model(batch(0)), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    model, optimizer = make()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, model, optimizer)
+        assert checkpoints.latest_step() == 3
+        with pytest.raises(FileNotFoundError, match="step 1"):
+            checkpoints.restore(model, optimizer, step=1)
+        with pytest.raises(ValueError, match="already"):
+            checkpoints.save(3, model, optimizer)
+
+
+def test_a_config_that_differs_is_refused_by_its_fields(tmp_path):
+    model, _ = make()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, model)
+        other, _ = make(
+            config=DeltaNetConfig.from_dict(CONFIG.to_dict() | {"mlp_size": 32, "gate": "scalar"})
+        )
+        with pytest.raises(ValueError, match=r"gate is 'scalar'.*mlp_size is 32"):
+            checkpoints.restore(other)
+        assert checkpoints.load_config() == CONFIG
+
+
+def test_an_empty_directory_says_so(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() is None
+        with pytest.raises(FileNotFoundError, match="does not hold a checkpoint"):
+            checkpoints.restore(make()[0])
+    with pytest.raises(ValueError, match="`keep`"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_a_kill_while_writing_leaves_the_last_complete_checkpoint(tmp_path):
+    """The process dies at the moment the second checkpoint would get its final name."""
+    script = f"""
+        import os, pathlib
+        from tests.models import test_checkpoint as t
+        model, optimizer = t.make()
+        checkpoints = t.Checkpoints({str(tmp_path)!r})
+        checkpoints.save(1, model, optimizer)
+        rename, die = os.rename, lambda *a, **k: os._exit(9)
+        os.rename = os.replace = die
+        pathlib.Path.rename = pathlib.Path.replace = die
+        checkpoints.save(2, model, optimizer)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.returncode == 9, done.stderr
+    model, optimizer = make(seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        assert checkpoints.restore(model, optimizer) == 1
+        checkpoints.save(2, model, optimizer)
+        assert checkpoints.latest_step() == 2
