@@ -25,14 +25,12 @@ SHAPE = (CHUNK, WIDTH)
 
 
 def _first_products(plan: Plan, tile) -> dict[str, jax.Array]:
-    """`k S`, `q k^T` and `q S`, as far as they are needed, in flight together."""
+    """`k S` and `q k^T`, as far as they are needed, in flight together."""
     wanted = {}
     if plan.delta:
         wanted["read"] = SHAPE, [(tile["k"], tile["state"])]
     if not plan.only_state:
         wanted["scores"] = (CHUNK, CHUNK), [(tile["q"], tiles.transposed(tile["k"]))]
-        if plan.early:
-            wanted["o"] = SHAPE, [(tile["q"], tile["state"])]
     if not wanted:
         return {}
     return dict(zip(wanted, tiles.products(*wanted.values()), strict=True))
@@ -90,10 +88,11 @@ def _chunk(plan: Plan, refs, tile, free, chunk, place, state):
     _store_writes(plan, refs, tile, tokens, u, write, decayed)
     last = []
     if not plan.only_state:
-        o = first["o"] if plan.early else tiles.product(SHAPE, (tile["q"], tile["state"]))
+        pairs = [(tile["q"], tile["state"]), (tile["scores"], tile["write"])]
+        o = jnp.zeros(SHAPE, jnp.float32)
         if plan.gated:
-            o *= tiles.over_rows(decay, SHAPE)
-        last = [(o, [(tile["scores"], tile["write"])])]
+            o = tiles.product(SHAPE, pairs.pop(0)) * tiles.over_rows(decay, SHAPE)
+        last = [(o, pairs)]
     accumulate = functools.partial(tiles.accumulate, interpret=plan.interpret)
     if plan.gated and "added" not in tile and not plan.only_state:
         # Shared memory is full at K = 256: the second use of one tile.

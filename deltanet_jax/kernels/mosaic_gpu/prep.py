@@ -92,10 +92,14 @@ def _panel(x: jax.Array, blocks) -> jax.Array:
     return total
 
 
-def _inverse(x: jax.Array, below, inner) -> jax.Array:
-    """`(I + x)^-1` of a strictly lower triangular chunk; the tiles are scratch pairs."""
+def _inverse(x: jax.Array, below, inner, new) -> jax.Array:
+    """`(I + x)^-1` of a strictly lower triangular chunk; the tiles are scratch pairs.
+
+    Two barriers for each merge are enough: a warp reads of a left operand only the rows that it
+    wrote, and of a right operand nothing that is written before the next barrier.
+    """
     narrow = (slice(None), pl.ds(0, BLOCK))
-    left, right = _at(below, *narrow), _at(inner, *narrow)
+    left, right, middle = (_at(pair, *narrow) for pair in (below, inner, new))
     row, column = _iota(0, BLOCK), _iota(1, BLOCK)
     row_block, row = lax.div(row, BLOCK), lax.rem(row, BLOCK)
     diagonal = _panel(x, (0, 1, 2, 3))
@@ -104,10 +108,10 @@ def _inverse(x: jax.Array, below, inner) -> jax.Array:
         _store_pair(left, between)
         _store_pair(right, inverse)
         plgpu.commit_smem()
-        new = _blockwise(left, right, first)
-        _store_pair(left, new)
+        product = _blockwise(left, right, first)
+        _store_pair(middle, product)
         plgpu.commit_smem()
-        return _blockwise(right, left, second)
+        return _blockwise(right, middle, second)
 
     def between(size):
         place = lax.div(row, size)
@@ -121,20 +125,19 @@ def _inverse(x: jax.Array, below, inner) -> jax.Array:
     lower = merge(inverse, sibling, (None, 0, None, 2), (None, 1, None, 3))
     even = lax.rem(row_block, 2) == 0
     halves = jnp.where(even, inverse, -lower), jnp.where(even, 0.0, inverse)
-    return _last_merge(x, jnp.concatenate(halves, axis=1), below, inner)
+    return _last_merge(x, jnp.concatenate(halves, axis=1), below, inner, new)
 
 
-def _last_merge(x: jax.Array, inverse: jax.Array, below, inner) -> jax.Array:
+def _last_merge(x: jax.Array, inverse: jax.Array, below, inner, new) -> jax.Array:
     """From the inverses of the two halves, side by side as `[C, C / 2]`, to the whole."""
     lower = _iota(0, HALF) >= HALF
     _store_pair(below, jnp.where(lower, x[:, :HALF], 0.0))
     _store_pair(inner, inverse)
     plgpu.commit_smem()
-    new = _product(below, _at(inner, pl.ds(0, HALF), slice(None)), HALF)
-    _store_pair(below, new)
+    _store_pair(new, _product(below, _at(inner, pl.ds(0, HALF), slice(None)), HALF))
     plgpu.commit_smem()
-    new = _product(inner, _at(below, pl.ds(HALF, HALF), slice(None)), HALF)
-    sides = jnp.where(lower, -new, inverse), jnp.where(lower, inverse, 0.0)
+    corner = _product(inner, _at(new, pl.ds(HALF, HALF), slice(None)), HALF)
+    sides = jnp.where(lower, -corner, inverse), jnp.where(lower, inverse, 0.0)
     return jnp.concatenate(sides, axis=1)
 
 
@@ -158,7 +161,8 @@ def _body(plan: Plan, names, *args):
     x = jnp.where(mask, x, 0.0)
     below = buffers["below_high"], buffers["below_low"]
     inner = buffers["inner_high"], buffers["inner_low"]
-    buffers["out"][...] = _inverse(x, below, inner).astype(plan.dtype)
+    new = buffers["new_high"], buffers["new_low"]
+    buffers["out"][...] = _inverse(x, below, inner, new).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers["out"], refs["out"].at[batch, chunk, head])
     plgpu.wait_smem_to_gmem(0)
@@ -183,6 +187,7 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     vector = plgpu.SMEM((CHUNK,), jnp.float32)
     buffers = dict(k=tiles.tile(CHUNK, key_dim, dtype=k.dtype), beta=vector)
     buffers |= dict(below_high=pair, below_low=pair, inner_high=pair, inner_low=pair)
+    buffers |= dict(new_high=pair, new_low=pair)
     buffers |= dict(out=tiles.tile(CHUNK, CHUNK, dtype=k.dtype))
     inputs = dict(k=k, beta=beta)
     if b is not None:
@@ -194,7 +199,7 @@ def chunk_inverses(k, beta, b, *, interpret=None):
         scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
         grid=(batch * chunks * heads,),
         grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
     return kernel(*inputs.values())

@@ -54,11 +54,6 @@ class Plan:
         return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
 
     @property
-    def early(self) -> bool:
-        """Whether registers hold the first part of the outputs while values are corrected."""
-        return self.key_dim <= 128
-
-    @property
     def key_tiles(self) -> tuple[str, ...]:
         return ("k",) if self.map_dim else ("k", "q")
 
