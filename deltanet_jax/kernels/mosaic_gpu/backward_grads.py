@@ -73,6 +73,12 @@ class Plan:
         return self.value_dim // self.value_block
 
     @property
+    def vectors(self) -> tuple[str, ...]:
+        """Vectors to load; row and column views of one want two copies."""
+        gates = ("b", "b_column", "rest") * self.gated
+        return ("beta", "beta_column") * self.delta + gates
+
+    @property
     def items(self) -> int:
         return self.batch * self.chunks * self.heads * self.key_blocks
 
@@ -88,25 +94,28 @@ def _scratch(plan: Plan):
     keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
     states = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
-    vector = plgpu.SMEM((CHUNK,), jnp.float32)
+    vector, two = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((2, CHUNK), jnp.float32)
     buffers = dict(
         do=tile(*values), u=tile(*values), state=tile(*states), dstate=tile(*states),
         q=tile(*keys), k=tile(*keys), dq=tile(*keys), dk=tile(*keys), y=tile(*pair),
     )  # fmt: skip
     if plan.delta:
         buffers |= dict(dv=tile(*values), y_beta=tile(*pair), x=tile(*pair), x_beta=tile(*pair))
-        buffers |= dict(beta=vector, dbeta=vector)
+        buffers |= dict(dbeta=vector)
     if plan.gated:
-        buffers |= dict(b=vector, b_column=vector, rest=vector)
         buffers |= dict(overlap=vector, db_q=vector, db_k=vector, db_write=vector)
+    # Two of each: `beta` of one item is still read when the next item's values arrive.
+    buffers |= dict.fromkeys(plan.vectors, two)
     loaded = dict(
         values=plgpu.Barrier(num_arrivals=2),
         state=plgpu.Barrier(),
         dstate=plgpu.Barrier(),
-        keys=plgpu.Barrier(num_arrivals=2 + plan.delta + 3 * plan.gated),
+        keys=plgpu.Barrier(num_arrivals=2),
     )
     if plan.delta:
         loaded |= dict(dv=plgpu.Barrier())
+    if plan.vectors:
+        loaded |= dict(vectors=plgpu.Barrier(num_arrivals=len(plan.vectors)))
     freed = dict(values=plgpu.Barrier(num_arrivals=2), keys=plgpu.Barrier(num_arrivals=2))
     handed = dict(ready=plgpu.Barrier(), free=plgpu.Barrier())
     return buffers, loaded, freed, handed
@@ -129,6 +138,10 @@ def _load(plan: Plan, refs, buffers, loaded, freed, item, step):
         plgpu.copy_gmem_to_smem(refs["u"].at[own], buffers["u"], loaded["values"])
         if plan.delta:
             plgpu.copy_gmem_to_smem(refs["dv"].at[own], buffers["dv"], loaded["dv"])
+        for name in plan.vectors if part == 0 else ():
+            target = buffers[name].at[lax.rem(step, 2)]
+            vector = refs[name].at[batch, chunk, head]
+            plgpu.copy_gmem_to_smem(vector, target, loaded["vectors"])
         own = (batch, chunk, head, keys, values)
         plgpu.copy_gmem_to_smem(refs["state"].at[own], buffers["state"], loaded["state"])
         plgpu.copy_gmem_to_smem(refs["dstate"].at[own], buffers["dstate"], loaded["dstate"])
@@ -136,10 +149,6 @@ def _load(plan: Plan, refs, buffers, loaded, freed, item, step):
     shared = (batch, tokens, key_head, keys)
     plgpu.copy_gmem_to_smem(refs["q"].at[shared], buffers["q"], loaded["keys"])
     plgpu.copy_gmem_to_smem(refs["k"].at[shared], buffers["k"], loaded["keys"])
-    for name in ("beta", "b", "b_column", "rest"):
-        if name in buffers:
-            vector = refs[name].at[batch, chunk, head]
-            plgpu.copy_gmem_to_smem(vector, buffers[name], loaded["keys"])
 
 
 def _store(buffers, names, refs, plan: Plan, item):
@@ -181,7 +190,7 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     product = functools.partial(tiles.product, interpret=plan.interpret)
     y = dq = None
     overlap = []
-    for _ in range(plan.value_blocks):
+    for part in range(plan.value_blocks):
         plgpu.barrier_wait(loaded["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
         plgpu.barrier_wait(loaded["state"])
@@ -190,8 +199,9 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
             plgpu.barrier_wait(loaded["dstate"])
             overlap.append(_overlap(plan, buffers))
             plgpu.commit_smem()
+        if plan.vectors and part == 0:
+            plgpu.barrier_wait(loaded["vectors"])
         plgpu.barrier_arrive(freed["values"])
-    plgpu.barrier_wait(loaded["keys"])
     mask = tiles.chunk_mask()
     if plan.gated:
         b = tiles.row(buffers["b"])
@@ -203,10 +213,11 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     weights = "y"
     if plan.delta:
         weights = "y_beta"
-        beta = tiles.column(buffers["beta"])
+        beta = tiles.column(buffers["beta_column"])
         buffers[weights][...] = (y * tiles.over_columns(beta, pair)).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(handed["ready"])
+    plgpu.barrier_wait(loaded["keys"])
     dq = plan.scale * product(shape, (buffers[weights], buffers["k"]), init=dq)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
@@ -218,58 +229,62 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, item)
 
 
+def _pair_step(plan: Plan, buffers, x):
+    """Stores `-X / scale` and `X beta`; returns `diag(dv u^T)`."""
+    diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
+    strict = tiles.chunk_mask(operator.gt)
+    if plan.gated:
+        b, b_column = tiles.row(buffers["b"]), tiles.column(buffers["b_column"])
+        x *= tiles.decay_matrix(b, b_column, strict)
+    x = jnp.where(strict, x, 0.0)
+    # Over scale, so that it adds to the products that the scale multiplies.
+    buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
+    x *= tiles.over_columns(tiles.column(buffers["beta_column"]), x.shape)
+    buffers["x_beta"][...] = x.astype(plan.dtype)
+    plgpu.commit_smem()
+    return diagonal
+
+
 def _key_products(plan: Plan, buffers, loaded, freed):
-    """`u G^T`, `dv u^T` and `dv S^T`; only the first without the delta rule."""
+    """`u G^T`, `diag(dv u^T)` and `dv S^T`; only the first without the delta rule."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
-    w = x = r = None
-    for _ in range(plan.value_blocks):
+    w = x = r = diagonal = None
+    if plan.vectors:
+        plgpu.barrier_wait(loaded["vectors"])
+    for part in range(plan.value_blocks):
         plgpu.barrier_wait(loaded["values"])
         if plan.delta:
             plgpu.barrier_wait(loaded["dv"])
             x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
+            if part == plan.value_blocks - 1:
+                diagonal = _pair_step(plan, buffers, x)
             plgpu.barrier_wait(loaded["state"])
             r = product(shape, (buffers["dv"], tiles.transposed(buffers["state"])), init=r)
         plgpu.barrier_wait(loaded["dstate"])
         w = product(shape, (buffers["u"], tiles.transposed(buffers["dstate"])), init=w)
         plgpu.barrier_arrive(freed["values"])
-    return w, x, r
-
-
-def _read_step(plan: Plan, buffers, x, r):
-    """Stores `-X / scale` and `X beta`; returns `diag(dv u^T)` and all that `k` reads."""
-    pair, shape = x.shape, r.shape
-    diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
-    strict = tiles.chunk_mask(operator.gt)
-    if plan.gated:
-        b = tiles.row(buffers["b"])
-        x *= tiles.decay_matrix(b, tiles.column(buffers["b_column"]), strict)
-        r *= tiles.over_rows(jnp.exp(b), shape)
-    x = jnp.where(strict, x, 0.0)
-    # Over scale, so that it adds to the products that the scale multiplies.
-    buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
-    x *= tiles.over_columns(tiles.column(buffers["beta"]), pair)
-    buffers["x_beta"][...] = x.astype(plan.dtype)
-    plgpu.commit_smem()
-    pairs = (buffers["x_beta"], buffers["k"])
-    return diagonal, tiles.product(shape, pairs, init=r, interpret=plan.interpret)
+    return w, diagonal, r
 
 
 def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     """`dk` and the gradients of the gates of one work item."""
     del step
     shape = (CHUNK, plan.key_block)
-    w, x, r = _key_products(plan, buffers, loaded, freed)
+    product = functools.partial(tiles.product, interpret=plan.interpret)
+    w, diagonal, r = _key_products(plan, buffers, loaded, freed)
     plgpu.barrier_wait(loaded["keys"])
     if plan.gated:
         w *= tiles.over_rows(jnp.exp(tiles.row(buffers["rest"])), shape)
         db_write = _dot_rows(buffers["k"], w)
     pairs = [(tiles.transposed(buffers["y"]), buffers["q"])]
     if plan.delta:
-        diagonal, r = _read_step(plan, buffers, x, r)
         pairs += [(tiles.transposed(buffers["x"]), buffers["k"])]
+        if plan.gated:
+            r *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
+        r = product(shape, (buffers["x_beta"], buffers["k"]), init=r)
     plgpu.barrier_wait(handed["ready"])
-    w = plan.scale * tiles.product(shape, *pairs, init=w, interpret=plan.interpret)
+    w = plan.scale * product(shape, *pairs, init=w)
     plgpu.barrier_arrive(handed["free"])
     write = _dot_rows(buffers["k"], w)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -299,7 +314,10 @@ def _body(plan: Plan, names, *args):
 
     def walk(work, *barriers):
         def step(i, _):
-            work(plan, refs, buffers, *barriers, program + i * plan.programs, i)
+            own = buffers
+            if work is not _load:
+                own = buffers | {x: buffers[x].at[lax.rem(i, 2)] for x in plan.vectors}
+            work(plan, refs, own, *barriers, program + i * plan.programs, i)
 
         lax.fori_loop(0, steps, step, None)
 
@@ -378,7 +396,7 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
     inputs = dict(q=q, k=k, u=u, do=do, state=states, dstate=dstates)
     if plan.delta:
-        inputs |= dict(dv=dv, beta=beta)
+        inputs |= dict(dv=dv, beta=beta, beta_column=beta)
     if plan.gated:
         inputs |= dict(b=b, b_column=b, rest=b[..., -1:] - b)
     out = _launch(plan, inputs, interpret)
