@@ -1,0 +1,408 @@
+"""Gradients of every chunk in parallel, once the states and their cotangents are known.
+
+Rows of one chunk, `S` its incoming state, `G = dL/dS'` of its outgoing state over `scale`,
+`u = (I + L)^-1 (v - exp(b) k S)` its corrected values (`v` without the delta rule), `D_ij =
+exp(b_i - b_j)`; `dv` comes from the serial kernel::
+
+    Y = tril(D * (do u^T))                       X = stril(D * (dv u^T))
+    dq = scale * (exp(b) do S^T + (Y beta_j) k)
+    W  = scale * (exp(b_C - b) u G^T + Y^T q) - X^T k      what `k` writes, before beta
+    dk = beta W - exp(b) dv S^T - (X beta_j) k             what it writes, minus what it reads
+    dbeta = rowsum(k * W) = diag(dv u^T) / beta
+    db = rowsum(q * dq) + rowsum(k * dk) - 2 beta rowsum(k * W)
+    db_C += scale * (exp(b_C) <S, G> + sum_j beta_j exp(b_C - b_j) k_j . (u G^T)_j)
+
+A persistent program per multiprocessor walks over (batch, chunk, head, block of K). One
+warpgroup computes `dq`, one `dk`; the third only issues loads, each tile's next load as soon
+as both have used it, because the kernel is bound by memory (12.6 MFLOP for 190 KiB at
+K = V = 128).
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+
+__all__ = ["chunk_gradients"]
+
+CHUNK = tiles.CHUNK
+# Persistent programs, one for each multiprocessor of an H100 or H200.
+PROGRAMS = 132
+# Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
+SMALL_BETA = 1 / 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch."""
+
+    batch: int
+    chunks: int
+    heads: int  # value heads
+    group: int  # value heads per key head
+    key_dim: int
+    value_dim: int
+    dtype: jnp.dtype
+    scale: float
+    delta: bool
+    gated: bool
+    programs: int
+    interpret: bool
+
+    @property
+    def key_block(self) -> int:
+        return min(self.key_dim, 128)
+
+    @property
+    def value_block(self) -> int:
+        return min(self.value_dim, 128)
+
+    @property
+    def key_blocks(self) -> int:
+        return self.key_dim // self.key_block
+
+    @property
+    def value_blocks(self) -> int:
+        return self.value_dim // self.value_block
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Vectors to load; row and column views of one want two copies."""
+        gates = ("b", "b_column", "rest") * self.gated
+        return ("beta", "beta_column") * self.delta + gates
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.chunks * self.heads * self.key_blocks
+
+    def locate(self, item):
+        """Batch, chunk, head and block of K of one work item; heads are neighbours in memory."""
+        block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
+        head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
+        return lax.div(item, self.chunks), lax.rem(item, self.chunks), head, block
+
+
+def _scratch(plan: Plan):
+    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
+    states = (plan.key_block, plan.value_block)
+    pair = (CHUNK, CHUNK)
+    vector, two = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((2, CHUNK), jnp.float32)
+    buffers = dict(
+        do=tile(*values), u=tile(*values), state=tile(*states), dstate=tile(*states),
+        q=tile(*keys), k=tile(*keys), dq=tile(*keys), dk=tile(*keys), y=tile(*pair),
+    )  # fmt: skip
+    if plan.delta:
+        buffers |= dict(dv=tile(*values), y_beta=tile(*pair), x=tile(*pair), x_beta=tile(*pair))
+        buffers |= dict(dbeta=vector)
+    if plan.gated:
+        buffers |= dict(overlap=vector, db_q=vector, db_k=vector, db_write=vector)
+    # Two of each: `beta` of one item is still read when the next item's values arrive.
+    buffers |= dict.fromkeys(plan.vectors, two)
+    loaded = dict(
+        values=plgpu.Barrier(num_arrivals=2),
+        state=plgpu.Barrier(),
+        dstate=plgpu.Barrier(),
+        keys=plgpu.Barrier(num_arrivals=2),
+    )
+    if plan.delta:
+        loaded |= dict(dv=plgpu.Barrier())
+    if plan.vectors:
+        loaded |= dict(vectors=plgpu.Barrier(num_arrivals=len(plan.vectors)))
+    freed = dict(values=plgpu.Barrier(num_arrivals=2), keys=plgpu.Barrier(num_arrivals=2))
+    handed = dict(ready=plgpu.Barrier(), free=plgpu.Barrier())
+    return buffers, loaded, freed, handed
+
+
+def _load(plan: Plan, refs, buffers, loaded, freed, item, step):
+    """Issues the loads of one work item; `step` counts this program's items from zero."""
+    batch, chunk, head, block = plan.locate(item)
+    tokens = pl.ds(chunk * CHUNK, CHUNK)
+    keys = pl.ds(block * plan.key_block, plan.key_block)
+    key_head = lax.div(head, plan.group)
+    for part in range(plan.value_blocks):
+        values = pl.ds(part * plan.value_block, plan.value_block)
+        if part == 0:
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(freed["values"]))
+        else:
+            plgpu.barrier_wait(freed["values"])
+        own = (batch, tokens, head, values)
+        plgpu.copy_gmem_to_smem(refs["do"].at[own], buffers["do"], loaded["values"])
+        plgpu.copy_gmem_to_smem(refs["u"].at[own], buffers["u"], loaded["values"])
+        if plan.delta:
+            plgpu.copy_gmem_to_smem(refs["dv"].at[own], buffers["dv"], loaded["dv"])
+        for name in plan.vectors if part == 0 else ():
+            target = buffers[name].at[lax.rem(step, 2)]
+            vector = refs[name].at[batch, chunk, head]
+            plgpu.copy_gmem_to_smem(vector, target, loaded["vectors"])
+        own = (batch, chunk, head, keys, values)
+        plgpu.copy_gmem_to_smem(refs["state"].at[own], buffers["state"], loaded["state"])
+        plgpu.copy_gmem_to_smem(refs["dstate"].at[own], buffers["dstate"], loaded["dstate"])
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(freed["keys"]))
+    shared = (batch, tokens, key_head, keys)
+    plgpu.copy_gmem_to_smem(refs["q"].at[shared], buffers["q"], loaded["keys"])
+    plgpu.copy_gmem_to_smem(refs["k"].at[shared], buffers["k"], loaded["keys"])
+
+
+def _store(buffers, names, refs, plan: Plan, item):
+    """Sends finished tiles and vectors to memory."""
+    batch, chunk, head, block = plan.locate(item)
+    keys = pl.ds(block * plan.key_block, plan.key_block)
+    plgpu.commit_smem()
+    for name in names:
+        if name in ("dq", "dk"):
+            place = (batch, pl.ds(chunk * CHUNK, CHUNK), head, keys)
+        else:
+            place = (block, batch, chunk, head)
+        plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[place])
+
+
+def _matrix(ref) -> jax.Array:
+    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
+
+
+def _dot_rows(ref, x: jax.Array) -> jax.Array:
+    return (_matrix(ref) * x).sum(axis=1)
+
+
+def _overlap(plan: Plan, buffers) -> jax.Array:
+    """`<S, G>` of this block, left spread over a vector; small squares keep registers free."""
+    squares = [
+        (pl.ds(i, CHUNK), pl.ds(j, CHUNK))
+        for i in range(0, plan.key_block, CHUNK)
+        for j in range(0, plan.value_block, CHUNK)
+    ]
+    return sum(
+        _dot_rows(buffers["state"].at[at], _matrix(buffers["dstate"].at[at])) for at in squares
+    )
+
+
+def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
+    """`dq` of one work item, and `Y` for the other warpgroup."""
+    shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
+    product = functools.partial(tiles.product, interpret=plan.interpret)
+    y = dq = None
+    overlap = []
+    for part in range(plan.value_blocks):
+        plgpu.barrier_wait(loaded["values"])
+        y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
+        plgpu.barrier_wait(loaded["state"])
+        dq = product(shape, (buffers["do"], tiles.transposed(buffers["state"])), init=dq)
+        if plan.gated:
+            plgpu.barrier_wait(loaded["dstate"])
+            overlap.append(_overlap(plan, buffers))
+            plgpu.commit_smem()
+        if plan.vectors and part == 0:
+            plgpu.barrier_wait(loaded["vectors"])
+        plgpu.barrier_arrive(freed["values"])
+    mask = tiles.chunk_mask()
+    if plan.gated:
+        b = tiles.row(buffers["b"])
+        y *= tiles.decay_matrix(b, tiles.column(buffers["b_column"]), mask)
+        dq *= tiles.over_rows(jnp.exp(b), shape)
+    y = jnp.where(mask, y, 0.0)
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
+    buffers["y"][...] = y.astype(plan.dtype)
+    weights = "y"
+    if plan.delta:
+        weights = "y_beta"
+        beta = tiles.column(buffers["beta_column"])
+        buffers[weights][...] = (y * tiles.over_columns(beta, pair)).astype(plan.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(handed["ready"])
+    plgpu.barrier_wait(loaded["keys"])
+    dq = plan.scale * product(shape, (buffers[weights], buffers["k"]), init=dq)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    buffers["dq"][...] = dq.astype(plan.dtype)
+    if plan.gated:
+        buffers["db_q"][...] = _dot_rows(buffers["q"], dq)
+        buffers["overlap"][...] = sum(overlap)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(freed["keys"])
+    _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, item)
+
+
+def _pair_step(plan: Plan, buffers, x):
+    """Stores `-X / scale` and `X beta`; returns `diag(dv u^T)`."""
+    diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
+    strict = tiles.chunk_mask(operator.gt)
+    if plan.gated:
+        b, b_column = tiles.row(buffers["b"]), tiles.column(buffers["b_column"])
+        x *= tiles.decay_matrix(b, b_column, strict)
+    x = jnp.where(strict, x, 0.0)
+    # Over scale, so that it adds to the products that the scale multiplies.
+    buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
+    x *= tiles.over_columns(tiles.column(buffers["beta_column"]), x.shape)
+    buffers["x_beta"][...] = x.astype(plan.dtype)
+    plgpu.commit_smem()
+    return diagonal
+
+
+def _key_products(plan: Plan, buffers, loaded, freed):
+    """`u G^T`, `diag(dv u^T)` and `dv S^T`; only the first without the delta rule."""
+    shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
+    product = functools.partial(tiles.product, interpret=plan.interpret)
+    w = x = r = diagonal = None
+    if plan.vectors:
+        plgpu.barrier_wait(loaded["vectors"])
+    for part in range(plan.value_blocks):
+        plgpu.barrier_wait(loaded["values"])
+        if plan.delta:
+            plgpu.barrier_wait(loaded["dv"])
+            x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
+            if part == plan.value_blocks - 1:
+                diagonal = _pair_step(plan, buffers, x)
+            plgpu.barrier_wait(loaded["state"])
+            r = product(shape, (buffers["dv"], tiles.transposed(buffers["state"])), init=r)
+        plgpu.barrier_wait(loaded["dstate"])
+        w = product(shape, (buffers["u"], tiles.transposed(buffers["dstate"])), init=w)
+        plgpu.barrier_arrive(freed["values"])
+    return w, diagonal, r
+
+
+def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
+    """`dk` and the gradients of the gates of one work item."""
+    del step
+    shape = (CHUNK, plan.key_block)
+    product = functools.partial(tiles.product, interpret=plan.interpret)
+    w, diagonal, r = _key_products(plan, buffers, loaded, freed)
+    plgpu.barrier_wait(loaded["keys"])
+    if plan.gated:
+        w *= tiles.over_rows(jnp.exp(tiles.row(buffers["rest"])), shape)
+        db_write = _dot_rows(buffers["k"], w)
+    pairs = [(tiles.transposed(buffers["y"]), buffers["q"])]
+    if plan.delta:
+        pairs += [(tiles.transposed(buffers["x"]), buffers["k"])]
+        if plan.gated:
+            r *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
+        r = product(shape, (buffers["x_beta"], buffers["k"]), init=r)
+    plgpu.barrier_wait(handed["ready"])
+    w = plan.scale * product(shape, *pairs, init=w)
+    plgpu.barrier_arrive(handed["free"])
+    write = _dot_rows(buffers["k"], w)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    names = ["dk"]
+    if plan.delta:
+        beta = tiles.row(buffers["beta"])
+        w = w * tiles.over_rows(beta, shape) - r
+        exact = diagonal / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
+        buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, exact, write)
+        write *= beta
+        names += ["dbeta"]
+    buffers["dk"][...] = w.astype(plan.dtype)
+    if plan.gated:
+        buffers["db_k"][...] = _dot_rows(buffers["k"], w) - 2 * write
+        buffers["db_write"][...] = db_write * beta if plan.delta else db_write
+        names += ["db_k", "db_write"]
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(freed["keys"])
+    _store(buffers, names, refs, plan, item)
+
+
+def _body(plan: Plan, names, *args):
+    *refs, buffers, loaded, freed, handed = args
+    refs = dict(zip(names, refs, strict=True))
+    program, role = lax.axis_index("program"), lax.axis_index("role")
+    steps = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+
+    def walk(work, *barriers):
+        def step(i, _):
+            own = buffers
+            if work is not _load:
+                own = buffers | {x: buffers[x].at[lax.rem(i, 2)] for x in plan.vectors}
+            work(plan, refs, own, *barriers, program + i * plan.programs, i)
+
+        lax.fori_loop(0, steps, step, None)
+
+    @pl.when(role == 0)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        walk(_query_step, loaded, freed, handed)
+        plgpu.barrier_wait(handed["free"])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(role == 1)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        walk(_key_step, loaded, freed, handed)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(role == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        walk(_load, loaded, freed)
+        plgpu.barrier_wait(freed["values"])
+        plgpu.barrier_wait(freed["keys"])
+
+
+def _launch(plan: Plan, inputs: dict, interpret):
+    shape = jax.ShapeDtypeStruct
+    tokens = plan.chunks * CHUNK
+    keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
+    vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
+    outputs = dict(dq=keys, dk=keys)
+    if plan.delta:
+        outputs |= dict(dbeta=vector)
+    if plan.gated:
+        outputs |= dict(overlap=vector, db_q=vector, db_k=vector, db_write=vector)
+    names = (*inputs, *outputs)
+    kernel = plgpu.kernel(
+        tiles.named("chunk_gradients", functools.partial(_body, plan, names)),
+        out_type=tuple(outputs.values()),
+        scratch_types=_scratch(plan),
+        grid=(plan.programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        interpret=interpret,
+    )
+    return dict(zip(outputs, kernel(*inputs.values()), strict=True))
+
+
+def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpret=None):
+    """`dq`, `dk`, `dbeta` and `db` of all chunks.
+
+    Args:
+        q, k: `[B, T, H, K]` with T a multiple of 64.
+        u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
+        do: Cotangent of the outputs, `[B, T, HV, V]`.
+        dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
+        states: State entering each chunk, `[B, N, HV, K, V]`.
+        dstates: Cotangent over `scale` of the state leaving it, the same shape.
+        beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
+        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        scale: Factor on `q`.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        `dq`, `dk` `[B, T, HV, K]` (one for each value head), `dbeta` and `db` `[B, N, HV, C]`
+        float32, or `None`.
+    """
+    batch, tokens, key_heads, key_dim = q.shape
+    heads, value_dim = u.shape[2:]
+    plan = Plan(
+        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
+        float(scale), beta is not None, b is not None, 1, interpret is not None,
+    )  # fmt: skip
+    programs = 2 if interpret else PROGRAMS
+    plan = dataclasses.replace(plan, programs=min(programs, plan.items))
+    inputs = dict(q=q, k=k, u=u, do=do, state=states, dstate=dstates)
+    if plan.delta:
+        inputs |= dict(dv=dv, beta=beta, beta_column=beta)
+    if plan.gated:
+        inputs |= dict(b=b, b_column=b, rest=b[..., -1:] - b)
+    out = _launch(plan, inputs, interpret)
+    dbeta = out["dbeta"].sum(0) if plan.delta else None
+    if not plan.gated:
+        return out["dq"], out["dk"], dbeta, None
+    db = (out["db_q"] + out["db_k"]).sum(0)
+    last = jnp.exp(b[..., -1]) * out["overlap"].sum((0, -1)) + out["db_write"].sum((0, -1))
+    return out["dq"], out["dk"], dbeta, db.at[..., -1].add(scale * last)

@@ -1,0 +1,130 @@
+"""Cotangents of the states and of the values, from the last chunk to the first.
+
+Rows of one chunk, `G = dL/dS'` over `scale` of the state leaving it, in float32 registers::
+
+    dw = tril(D * (q k^T))^T do + exp(b_C - b) k G       of what is written, over scale
+    dv = T^T (beta dw)                                   without the delta rule: dv = dw
+    G = exp(b_C) G + q^T (exp(b) do) - k^T (exp(b) dv)   without the delta rule: no last term
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import serial, tiles
+from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
+
+__all__ = ["reverse_states"]
+
+CHUNK = tiles.CHUNK
+SHAPE = (CHUNK, WIDTH)
+
+
+def _write_cotangent(plan: Plan, tile, wait_scores):
+    """`dw`, over scale."""
+    read = tile["k"], tile["state"]
+    own = tiles.transposed(tile["scores"]), tile["do"]
+    if not plan.gated:
+        wait_scores()
+        return tiles.product(SHAPE, own, read)
+    dw = tiles.product(SHAPE, read)
+    dw *= tiles.over_rows(jnp.exp(tiles.row(tile["total"]) - tiles.row(tile["b"])), SHAPE)
+    wait_scores()
+    return tiles.product(SHAPE, own, init=dw, interpret=plan.interpret)
+
+
+def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
+    """One chunk; returns the cotangent of the state before it."""
+    dv = _write_cotangent(plan, tile, wait_scores)
+    if plan.delta:
+        weighted = dv * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
+        tile["error"][...] = weighted.astype(plan.dtype)
+        plgpu.commit_smem()
+        dv = tiles.product(SHAPE, (tiles.transposed(tile["inverse"]), tile["error"]))
+    if not plan.only_state:
+        tile["dv"][...] = (dv * plan.scale).astype(plan.dtype)
+    if plan.gated:
+        decay = tiles.over_rows(jnp.exp(tiles.row(tile["b"])), SHAPE)
+        dv *= decay
+        tile["do"][...] = (serial.matrix(tile["do"]) * decay).astype(plan.dtype)
+        kept = tiles.over_rows(jnp.exp(tiles.row(tile["total"])), SHAPE)
+        state = [block * kept for block in state]
+    if plan.delta:
+        tile["error"][...] = (-dv).astype(plan.dtype)
+    plgpu.commit_smem()
+    if not plan.only_state:
+        plgpu.copy_smem_to_gmem(tile["dv"], refs["dv"].at[tokens])
+    steps = []
+    for block, rows in zip(state, plan.rows, strict=True):
+        pairs = [(tiles.transposed(tile["q"].at[:, rows]), tile["do"])]
+        if plan.delta:
+            pairs += [(tiles.transposed(tile["k"].at[:, rows]), tile["error"])]
+        steps += [(block, pairs)]
+    return tiles.accumulate(*steps, interpret=plan.interpret)
+
+
+def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
+    """The chunks of one warpgroup's columns."""
+    wait, wait_scores, free = barriers
+
+    def step(i, state):
+        chunk = plan.chunks - 1 - i
+        # The stores of the chunk before read the tiles that this one fills.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for rows, block in zip(plan.rows, state, strict=True):
+            own["state"].at[rows][...] = block.astype(plan.dtype)
+        plgpu.commit_smem()
+        if not plan.only_state:
+            target = refs["dstates"].at[batch, chunk, head, :, columns]
+            plgpu.copy_smem_to_gmem(own["state"], target)
+        tile = wait(i)
+        tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+        state = _chunk(plan, refs, tile, lambda: wait_scores(i), tokens, list(state))
+        free(i)
+        return state
+
+    places = [(batch, head, rows, columns) for rows in plan.rows]
+    state = [tiles.load_f32(refs["end"].at[place]) for place in places]
+    state = lax.fori_loop(0, plan.chunks, step, state)
+    for place, block in zip(places, state, strict=True):
+        refs["dstate"].at[place][...] = block
+    plgpu.wait_smem_to_gmem(0)
+
+
+def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None):
+    """Cotangents of the values and of the state around every chunk.
+
+    Args:
+        q, k: `[B, T, H, K]` with T a multiple of 64.
+        do: Cotangent of the outputs, `[B, T, HV, V]`.
+        inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
+        dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32.
+        beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
+        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        scale: Factor on `q`.
+        only_state: Whether to return `dstate` alone.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangent `dstates` of the state
+        leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
+    """
+    plan = serial.plan_for(q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state)
+    inputs = dict(q=q, k=k, do=do, end=dstate) | serial.vectors_of(beta, b)
+    own = dict(state=(plan.key_dim, WIDTH))
+    if not only_state:
+        own |= dict(dv=SHAPE)
+    if plan.delta:
+        inputs |= dict(inverse=inverse)
+        own |= dict(error=SHAPE)
+    chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
+    shape = jax.ShapeDtypeStruct
+    outputs = dict(dstate=shape(dstate.shape, jnp.float32))
+    if not only_state:
+        outputs |= dict(dv=shape(do.shape, do.dtype), dstates=shape(chunks, do.dtype))
+    return serial.launch(
+        "reverse_states", plan, _walk, inputs, outputs, own,
+        values="do", reverse=True, interpret=interpret,
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""The kernels joined by `custom_vjp`, and the way into and out of their layout."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from deltanet_jax.core.recurrence import Problem, start_state
+from deltanet_jax.kernels.mosaic_gpu import split
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, why_not
+
+__all__ = ["chunkwise"]
+
+# The exponential of a gate this low is 0 in float32, and sums of some keep their digits.
+LOG_ZERO = -104.0
+
+
+class Arrays(NamedTuple):
+    """The differentiable arrays; `T` is a multiple of the chunk size."""
+
+    q: jax.Array  # [B, T, H, K]
+    k: jax.Array  # [B, T, H, K]
+    v: jax.Array  # [B, T, HV, V]
+    g: jax.Array | None  # [B, T, HV] float32, finite
+    beta: jax.Array | None  # [B, T, HV] float32
+    state: jax.Array  # [B, HV, K, V] float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of one call."""
+
+    scale: float
+    pieces: int  # of the sequence, run in parallel
+    interpret: object  # None, or the interpreter's parameters
+
+
+def chunkwise(
+    problem: Problem, chunk_size: int | None = None, *, interpret: object = False
+) -> tuple[jax.Array, jax.Array]:
+    """Run the kernels on a problem that `why_not` accepts.
+
+    Args:
+        problem: One call in canonical form.
+        chunk_size: 64 or `None`.
+        interpret: True for Pallas's GPU interpreter, or its parameters.
+
+    Returns:
+        Outputs `[B, T, HV, V]` in the dtype of `v`, and the final state in float32.
+
+    Raises:
+        NotImplementedError: If the kernels do not cover the problem.
+    """
+    reason = why_not(problem, chunk_size)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    state = start_state(problem).astype(jnp.float32)
+    tokens = problem.q.shape[1]
+    if tokens == 0 or problem.v.size == 0:
+        return problem.v, state
+    if interpret is True:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        interpret = plgpu.InterpretGPUParams()
+    beta = None if problem.beta is None else problem.beta.astype(jnp.float32)
+    parts = (problem.q, problem.k, problem.v, _finite_gate(problem), beta)
+    (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
+    pieces = split.pieces_of(B, -(-tokens // CHUNK), HV, K, V)
+    arrays = Arrays(*(_pad(x, pieces * CHUNK) for x in parts), state)
+    o, final = _run(Call(problem.scale, pieces, interpret or None), arrays)
+    return o[:, :tokens], final
+
+
+def _finite_gate(problem: Problem) -> jax.Array | None:
+    """The log-decay with resets written into it as `LOG_ZERO`, and finite everywhere."""
+    g = problem.g
+    if g is not None:
+        g = g.astype(jnp.float32)
+        g = jnp.where(g > LOG_ZERO, g, LOG_ZERO)
+    if problem.reset is None:
+        return g
+    if g is None:
+        g = jnp.zeros(problem.v.shape[:3], jnp.float32)
+    return jnp.where(problem.reset[..., None], LOG_ZERO, g)
+
+
+def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:
+    """No-op tokens at the end: k = v = beta = g = 0."""
+    if x is None or x.shape[1] % multiple == 0:
+        return x
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))
+
+
+def _chunk_vectors(x: jax.Array) -> jax.Array:
+    """`[B, T, HV]` as `[B, N, HV, C]`."""
+    B, _, HV = x.shape
+    return jnp.swapaxes(x.reshape(B, -1, CHUNK, HV), 2, 3)
+
+
+def _token_vectors(x: jax.Array) -> jax.Array:
+    """`[B, N, HV, C]` as `[B, T, HV]`."""
+    B, _, HV, _ = x.shape
+    return jnp.swapaxes(x, 2, 3).reshape(B, -1, HV)
+
+
+def _batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap` of a launch is one launch with a larger batch, the first axis of every array."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: Any) -> Any:
+        # Index arithmetic inside the kernels is in 32 bits.
+        with jax.enable_x64(False):
+            return kernel(*arrays)
+
+    @call.def_vmap
+    def rule(size: int, batched: Any, *arrays: Any) -> Any:
+        def merge(x: jax.Array, is_batched: bool) -> jax.Array:
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        out = call(*jax.tree.map(merge, arrays, tuple(batched)))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The forward's results, and the inputs of the kernels as the backward reads them."""
+    from deltanet_jax.kernels.mosaic_gpu import forward, prep
+
+    beta = None if x.beta is None else _chunk_vectors(x.beta)
+    b = None if x.g is None else jnp.cumsum(_chunk_vectors(x.g), axis=-1)
+
+    def launch(q, k, v, state, beta, b):
+        inverse = maps = None
+        if beta is not None:
+            inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
+        q, k, v, inverse, beta, b = (
+            split.fold(y, call.pieces) for y in (q, k, v, inverse, beta, b)
+        )
+        gates = dict(beta=beta, b=b, interpret=call.interpret)
+        if call.pieces > 1:
+            maps, offsets = forward.state_maps(k, v, inverse, **gates)
+            state = split.chain(state, maps, offsets, call.pieces, reverse=False)
+        out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
+        final = out.pop("final")
+        final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
+        out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
+        # The maps are per piece, not per token; on one axis with the batch for `vmap`.
+        maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
+        return out | dict(final=final, inverse=split.unfold(inverse, call.pieces), maps=maps)
+
+    out = _batched(launch)(x.q, x.k, x.v, x.state, beta, b)
+    return out, dict(q=x.q, k=x.k, v=x.v, beta=beta, b=b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
+    out, _ = _forward(call, x, save=False)
+    return out["o"], out["final"]
+
+
+def _run_forward(call: Call, x: Arrays) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    out, inputs = _forward(call, x, save=True)
+    saved = inputs | {name: out.get(name) for name in ("inverse", "states", "u", "maps")}
+    return (out["o"], out["final"]), saved
+
+
+def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Arrays]:
+    from deltanet_jax.kernels.mosaic_gpu import backward_grads, backward_state
+
+    def launch(x, do, dstate):
+        gates = dict(beta=x["beta"], b=x["b"])
+        names = ("q", "k", "inverse")
+        q, k, inverse, do_folded = (
+            split.fold(y, call.pieces) for y in (*(x[name] for name in names), do)
+        )
+        folded = {name: split.fold(y, call.pieces) for name, y in gates.items()}
+        reverse = functools.partial(
+            backward_state.reverse_states, q, k, do_folded, inverse,
+            scale=call.scale, interpret=call.interpret, **folded,
+        )  # fmt: skip
+        if call.pieces > 1:
+            zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
+            offsets = reverse(zeros, only_state=True)["dstate"]
+            maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
+            dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
+        out = reverse(dstate)
+        dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+        dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
+        u = x["v"] if x["u"] is None else x["u"]
+        dq, dk, dbeta, db = backward_grads.chunk_gradients(
+            x["q"], x["k"], u, do, dv, x["states"], dstates,
+            scale=call.scale, interpret=call.interpret, **gates,
+        )  # fmt: skip
+        return dq, dk, dv, dbeta, db, dstate
+
+    do, dfinal = cotangents
+    out = _batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)
+    dq, dk, dv, dbeta, db, dstate = out
+    dg = None
+    if db is not None:
+        dg = _token_vectors(jax.lax.cumsum(db, axis=3, reverse=True))
+    return (
+        Arrays(
+            _per_key_head(dq, saved["q"]),
+            _per_key_head(dk, saved["k"]),
+            dv,
+            dg,
+            None if dbeta is None else _token_vectors(dbeta),
+            dstate * call.scale,
+        ),
+    )
+
+
+def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`[B, T, HV, K]` summed over the value heads that read one key head."""
+    if x.shape == like.shape:
+        return x
+    B, T, H, K = like.shape
+    return jnp.sum(x.reshape(B, T, H, -1, K), axis=3, dtype=jnp.float32).astype(like.dtype)
+
+
+_run.defvjp(_run_forward, _run_backward)

@@ -1,0 +1,205 @@
+"""The inverse that the delta rule needs of every chunk, all chunks in parallel.
+
+Rows of one chunk, `D_ij = exp(b_i - b_j)`::
+
+    T = (I + L)^-1        L = stril(D * (k k^T) * beta_j)
+
+`beta` stands on the columns, so that `u = T (v - exp(b) k S)` and the values that are written
+are `beta u`: every gradient is then free of divisions by `beta`.
+
+The inverse is never formed by powers of `L`. Blocks on the diagonal double in size, and only
+the block below each pair is new: `X <- X - X (L between the pair) X`. Products of 16-bit pairs
+(high and low halves, three products) keep 16 bits of mantissa, tf32 would keep 11.
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+
+__all__ = ["chunk_inverses"]
+
+CHUNK = tiles.CHUNK
+BLOCK = 16  # the smallest depth of a product
+HALF = 2 * BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch; a program is one chunk of one head."""
+
+    batch: int
+    chunks: int
+    heads: int  # value heads
+    group: int  # value heads per key head
+    key_dim: int
+    dtype: jnp.dtype
+    gated: bool
+
+
+def _iota(axis: int, width: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=tiles.MATRIX)
+
+
+def _store_pair(pair, x: jax.Array) -> None:
+    """Stores `x` as the sum of two bfloat16 tiles."""
+    high = x.astype(jnp.bfloat16)
+    pair[0][...] = high
+    pair[1][...] = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _at(pair, *index):
+    return tuple(half.at[index] for half in pair)
+
+
+def _operands(x, y, width: int):
+    """`x y` of two pairs, without the product of the two low halves."""
+    return (CHUNK, width), ((x[0], y[0]), (x[0], y[1]), (x[1], y[0]))
+
+
+def _product(x, y, width: int) -> jax.Array:
+    shape, pairs = _operands(x, y, width)
+    return tiles.product(shape, *pairs)
+
+
+def _blockwise(x, y, blocks) -> jax.Array:
+    """Rows of block i: block i of `x` times block `blocks[i]` of `y`; zero where that is None."""
+    wanted = [(i, other) for i, other in enumerate(blocks) if other is not None]
+    rows = [_at(y, pl.ds(other * BLOCK, BLOCK), slice(None)) for _, other in wanted]
+    results = tiles.products(*(_operands(x, r, BLOCK) for r in rows))
+    row_block = lax.div(_iota(0, BLOCK), BLOCK)
+    total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
+    for (i, _), result in zip(wanted, results, strict=True):
+        total = jnp.where(row_block == i, result, total)
+    return total
+
+
+def _panel(x: jax.Array, blocks) -> jax.Array:
+    """Rows of block i: the columns of block `blocks[i]`; zero where that is None."""
+    row_block = lax.div(_iota(0, BLOCK), BLOCK)
+    total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
+    for block, other in enumerate(blocks):
+        if other is not None:
+            columns = x[:, other * BLOCK : (other + 1) * BLOCK]
+            total = jnp.where(row_block == block, columns, total)
+    return total
+
+
+def _inverse(x: jax.Array, below, inner, new) -> jax.Array:
+    """`(I + x)^-1` of a strictly lower triangular chunk; the tiles are scratch pairs.
+
+    Two barriers for each merge are enough: a warp reads of a left operand only the rows that it
+    wrote, and of a right operand nothing that is written before the next barrier.
+    """
+    narrow = (slice(None), pl.ds(0, BLOCK))
+    left, right, middle = (_at(pair, *narrow) for pair in (below, inner, new))
+    row, column = _iota(0, BLOCK), _iota(1, BLOCK)
+    row_block, row = lax.div(row, BLOCK), lax.rem(row, BLOCK)
+    diagonal = _panel(x, (0, 1, 2, 3))
+
+    def merge(inverse, between, first, second):
+        _store_pair(left, between)
+        _store_pair(right, inverse)
+        plgpu.commit_smem()
+        product = _blockwise(left, right, first)
+        _store_pair(middle, product)
+        plgpu.commit_smem()
+        return _blockwise(right, middle, second)
+
+    def between(size):
+        place = lax.div(row, size)
+        pair = (lax.rem(place, 2) == 1) & (lax.div(column, size) == place - 1)
+        return jnp.where(pair, diagonal, 0.0)
+
+    inverse = jnp.where(row == column, 1.0, 0.0) - between(1)
+    for size in (2, 4, 8):
+        inverse -= merge(inverse, between(size), (0, 1, 2, 3), (0, 1, 2, 3))
+    sibling = _panel(x, (None, 0, None, 2))
+    lower = merge(inverse, sibling, (None, 0, None, 2), (None, 1, None, 3))
+    even = lax.rem(row_block, 2) == 0
+    halves = jnp.where(even, inverse, -lower), jnp.where(even, 0.0, inverse)
+    return _last_merge(x, jnp.concatenate(halves, axis=1), below, inner, new)
+
+
+def _last_merge(x: jax.Array, inverse: jax.Array, below, inner, new) -> jax.Array:
+    """From the inverses of the two halves, side by side as `[C, C / 2]`, to the whole."""
+    lower = _iota(0, HALF) >= HALF
+    _store_pair(below, jnp.where(lower, x[:, :HALF], 0.0))
+    _store_pair(inner, inverse)
+    plgpu.commit_smem()
+    _store_pair(new, _product(below, _at(inner, pl.ds(0, HALF), slice(None)), HALF))
+    plgpu.commit_smem()
+    corner = _product(inner, _at(new, pl.ds(HALF, HALF), slice(None)), HALF)
+    sides = jnp.where(lower, -corner, inverse), jnp.where(lower, inverse, 0.0)
+    return jnp.concatenate(sides, axis=1)
+
+
+def _body(plan: Plan, names, *args):
+    *refs, buffers, loaded = args
+    refs = dict(zip(names, refs, strict=True))
+    item = lax.axis_index("program")
+    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
+    batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
+    keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.group)]
+    plgpu.copy_gmem_to_smem(keys, buffers["k"], loaded)
+    for name in ("beta", "b", "b_column"):
+        if name in buffers:
+            plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
+    plgpu.barrier_wait(loaded)
+    x = tiles.product((CHUNK, CHUNK), (buffers["k"], tiles.transposed(buffers["k"])))
+    mask = tiles.chunk_mask(operator.gt)
+    x *= tiles.over_columns(tiles.column(buffers["beta"]), x.shape)
+    if plan.gated:
+        x *= tiles.decay_matrix(tiles.row(buffers["b"]), tiles.column(buffers["b_column"]), mask)
+    x = jnp.where(mask, x, 0.0)
+    below = buffers["below_high"], buffers["below_low"]
+    inner = buffers["inner_high"], buffers["inner_low"]
+    new = buffers["new_high"], buffers["new_low"]
+    buffers["out"][...] = _inverse(x, below, inner, new).astype(plan.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers["out"], refs["out"].at[batch, chunk, head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def chunk_inverses(k, beta, b, *, interpret=None):
+    """`T` of every chunk.
+
+    Args:
+        k: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
+        beta: `[B, N, HV, C]` float32.
+        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        `[B, N, HV, C, C]` in the dtype of `k`.
+    """
+    batch, _, key_heads, key_dim = k.shape
+    _, chunks, heads, _ = beta.shape
+    plan = Plan(batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None)
+    pair = tiles.tile(CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
+    vector = plgpu.SMEM((CHUNK,), jnp.float32)
+    buffers = dict(k=tiles.tile(CHUNK, key_dim, dtype=k.dtype), beta=vector)
+    buffers |= dict(below_high=pair, below_low=pair, inner_high=pair, inner_low=pair)
+    buffers |= dict(new_high=pair, new_low=pair)
+    buffers |= dict(out=tiles.tile(CHUNK, CHUNK, dtype=k.dtype))
+    inputs = dict(k=k, beta=beta)
+    if b is not None:
+        inputs |= dict(b=b, b_column=b)
+        buffers |= dict(b=vector, b_column=vector)
+    kernel = plgpu.kernel(
+        tiles.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
+        out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),
+        scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
+        grid=(batch * chunks * heads,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    return kernel(*inputs.values())

@@ -1,0 +1,263 @@
+"""What the two serial kernels share: how heads and columns map to programs, and the loads.
+
+A program walks over the chunks of one head. Columns of V never meet, so each of its
+warpgroups owns 64 of them and shares `q`, `k` and the inverse with the others; the last
+warpgroup issues loads, one or two chunks ahead, and computes the scores of each chunk.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+
+__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "matrix", "plan_for", "vectors_of"]
+
+CHUNK = tiles.CHUNK
+WIDTH = 64  # columns of V of one warpgroup
+MULTIPROCESSORS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch."""
+
+    batch: int
+    chunks: int
+    heads: int  # value heads
+    group: int  # value heads per key head
+    key_dim: int
+    value_dim: int
+    dtype: jnp.dtype
+    scale: float
+    delta: bool
+    gated: bool
+    save: bool  # what the backward needs
+    map_dim: int  # columns after those of V that carry the map of the state
+    only_state: bool  # no outputs but the state after the last chunk
+    columns: int  # warpgroups that compute, each on WIDTH columns of V
+    interpret: bool
+
+    @property
+    def slices(self) -> int:
+        return (self.value_dim + self.map_dim) // (self.columns * WIDTH)
+
+    @property
+    def rows(self) -> tuple:
+        """The blocks of rows of the state."""
+        return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
+
+    @property
+    def key_tiles(self) -> tuple[str, ...]:
+        return ("k",) if self.map_dim else ("k", "q")
+
+    @property
+    def score_tiles(self) -> int:
+        """Tiles for `tril(D * (q k^T))`; shared memory has one at K = 256, a map needs none."""
+        if self.map_dim:
+            return 0
+        return 2 if self.key_dim <= 128 else 1
+
+    @property
+    def stages(self) -> int:
+        """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
+        roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
+        return 3 if roomy else 2
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a warpgroup that computes, and of the one that serves; at most 504 in all.
+
+        At K = 64 so few are needed that the compiler's own count lets two programs share a
+        multiprocessor.
+        """
+        if self.key_dim == 64:
+            return None
+        if self.map_dim:
+            return 232, 40
+        return (200, 104) if self.columns == 2 else (240, 104)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
+
+
+def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_state=False) -> Plan:
+    """The plan of a launch on `q` `[B, T, H, K]` and `v` `[B, T, HV, V]`."""
+    batch, tokens, key_heads, key_dim = q.shape
+    heads, value_dim = v.shape[2:]
+    # Shared memory holds the state and two stages of one warpgroup at K = 256; where programs
+    # are few, alone on its multiprocessor a warpgroup is faster.
+    pairs = batch * heads * (value_dim + map_dim) // (2 * WIDTH)
+    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
+    return Plan(
+        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
+        float(scale), beta is not None, b is not None, save, map_dim, only_state,
+        1 if alone else 2, interpret is not None,
+    )  # fmt: skip
+
+
+def vectors_of(beta, b) -> dict:
+    """The vectors of every chunk; row and column views of one vector need two copies."""
+    vectors = {} if beta is None else dict(beta=beta)
+    if b is not None:
+        vectors |= dict(b=b, b_column=b, total=jnp.broadcast_to(b[..., -1:], b.shape))
+    return vectors
+
+
+def matrix(ref) -> jax.Array:
+    """A tile as float32 registers."""
+    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
+
+
+def _stages(plan: Plan, values: str) -> dict:
+    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    keys = tile(plan.stages, CHUNK, plan.key_dim)
+    buffers = {x: keys for x in plan.key_tiles}
+    buffers[values] = tile(plan.stages, plan.columns, CHUNK, WIDTH)
+    if plan.score_tiles:
+        buffers |= dict(scores=tile(plan.score_tiles, CHUNK, CHUNK))
+    if plan.delta:
+        buffers |= dict(inverse=tile(plan.stages, CHUNK, CHUNK))
+    return buffers | {x: plgpu.SMEM((plan.stages, CHUNK), jnp.float32) for x in plan.vectors}
+
+
+def _serve(plan: Plan, values: str, reverse: bool, refs, buffers, barriers, place):
+    """Issues the loads of every chunk and computes its scores, which need no state."""
+    loaded, ready, freed = barriers
+    batch, head, first = place
+    ahead = plan.stages - 1
+
+    def load(i):
+        stage = lax.rem(i, plan.stages)
+        chunk = plan.chunks - 1 - i if reverse else i
+
+        def copy(name, *index, part=()):
+            target = buffers[name].at[(stage, *part)]
+            plgpu.copy_gmem_to_smem(refs[name].at[index], target, loaded.at[stage])
+
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        for name in plan.key_tiles:
+            copy(name, batch, tokens, lax.div(head, plan.group))
+        for j in range(plan.columns):
+            # A map has no values; it loads some and drops them.
+            start = lax.rem((first + j) * WIDTH, plan.value_dim)
+            copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
+        for name in ("inverse",) * plan.delta + plan.vectors:
+            copy(name, batch, chunk, head)
+
+    def pair(i):
+        stage = lax.rem(i, plan.stages)
+        plgpu.barrier_wait(loaded.at[stage])
+        tile = {x: buffers[x].at[stage] for x in (*plan.key_tiles, *plan.vectors)}
+        scores = tiles.scores(plan, tile).astype(plan.dtype)
+        at = lax.rem(i, plan.score_tiles)
+        buffers["scores"].at[at][...] = scores
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready.at[at])
+
+    def step(i, _):
+        # With two tiles the scores are ready before their chunk begins.
+        if plan.score_tiles == 2:
+            pair(i)
+        pl.when(i > 0)(
+            lambda: plgpu.barrier_wait(freed.at[lax.rem(i + plan.stages - 1, plan.stages)])
+        )
+        pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
+        if plan.score_tiles == 1:
+            pair(i)
+
+    for i in range(min(ahead, plan.chunks)):
+        load(i)
+    lax.fori_loop(0, plan.chunks, step, None)
+    plgpu.barrier_wait(freed.at[(plan.chunks - 1) % plan.stages])
+
+
+def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
+    *refs, buffers, loaded, ready, freed = args
+    refs = dict(zip(names, refs, strict=True))
+    role, item = lax.axis_index("role"), lax.axis_index("program")
+    part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
+    batch, head, first = lax.div(item, plan.heads), lax.rem(item, plan.heads), part * plan.columns
+
+    @pl.when(role < plan.columns)
+    def _():
+        if plan.registers:
+            plgpu.set_max_registers(plan.registers[0], action="increase")
+        columns = pl.ds((first + role) * WIDTH, WIDTH)
+        own = {x: ref.at[role] for x, ref in buffers["own"].items()}
+
+        def wait(i):
+            stage = lax.rem(i, plan.stages)
+            plgpu.barrier_wait(loaded.at[stage])
+            tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x != "scores"}
+            if plan.score_tiles:
+                tile["scores"] = buffers["stages"]["scores"].at[lax.rem(i, plan.score_tiles)]
+            tile[values] = buffers["stages"][values].at[stage, role]
+            return tile | own
+
+        def wait_scores(i):
+            plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
+
+        def free(i):
+            plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
+
+        walk(plan, refs, own, (wait, wait_scores, free), batch, head, columns)
+
+    @pl.when(role == plan.columns)
+    def _():
+        if plan.registers:
+            plgpu.set_max_registers(plan.registers[1], action="decrease")
+        place = batch, head, first
+        barriers = loaded, ready, freed
+        _serve(plan, values, reverse, refs, buffers["stages"], barriers, place)
+
+
+def launch(
+    name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
+    *, values: str, reverse: bool, interpret,
+):  # fmt: skip
+    """Runs `walk` in every computing warpgroup.
+
+    Args:
+        name: Of the kernel, in profiles.
+        plan: The launch.
+        walk: `(plan, refs, own tiles, barriers, batch, head, columns)`. Of the barriers, `wait(i)`
+            returns the tiles of the i-th chunk in its order, `wait_scores(i)` says that its
+            scores are there (to be called once a chunk), `free(i)` gives all back.
+        inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
+        outputs: Shapes by name.
+        own: Scratch of each computing warpgroup: shapes of tiles by name.
+        values: The input `[B, T, HV, V]` whose columns are shared out.
+        reverse: Whether the last chunk comes first.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        Arrays by the names of `outputs`.
+    """
+    names = (*inputs, *outputs)
+    tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
+    buffers = dict(stages=_stages(plan, values), own={x: tile(*s) for x, s in own.items()})
+    copies = len(plan.key_tiles) + plan.columns + plan.delta + len(plan.vectors)
+    kernel = plgpu.kernel(
+        tiles.named(name, functools.partial(_body, plan, walk, values, reverse, names)),
+        out_type=tuple(outputs.values()),
+        scratch_types=(
+            buffers,
+            plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
+            plgpu.Barrier(num_barriers=plan.score_tiles or 1),
+            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=plan.stages),
+        ),
+        grid=(plan.batch * plan.heads * plan.slices,),
+        grid_names=("program",),
+        num_threads=plan.columns + 1,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        interpret=interpret,
+    )
+    return dict(zip(outputs, kernel(*inputs.values()), strict=True))

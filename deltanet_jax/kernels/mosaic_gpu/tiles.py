@@ -1,0 +1,154 @@
+"""Building blocks shared by the Hopper kernels: tiles, vectors, products and masks.
+
+Imported lazily by the wrappers, because Pallas Mosaic GPU is not needed to import the package.
+"""
+
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+__all__ = [
+    "accumulate",
+    "chunk_mask",
+    "column",
+    "decay_matrix",
+    "load_f32",
+    "named",
+    "product",
+    "products",
+    "row",
+    "scores",
+    "tile",
+    "transposed",
+]
+
+CHUNK = 64
+MATRIX = plgpu.Layout.WGMMA
+
+
+def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
+    """`body` under the name that profiles show for its kernel."""
+
+    def kernel(*refs: object) -> None:
+        body(*refs)
+
+    kernel.__name__ = name
+    return kernel
+
+
+def tile(*shape: int, dtype, swizzle: int = 128):
+    """A shared-memory tile that wgmma and the copy engine both read.
+
+    All operands of one product need the same swizzle, so it is named by the caller and only
+    narrowed where a row is shorter.
+    """
+    width = jnp.dtype(dtype).itemsize
+    swizzle = min(swizzle, shape[-1] * width)
+    transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def transposed(ref):
+    """The transpose of a tile, as an operand: the tensor cores read 16-bit tiles either way."""
+    return ref.transpose((1, 0))
+
+
+def load_f32(ref) -> jax.Array:
+    """A block of a float32 array in device memory, in registers."""
+    return plgpu.load(ref, layout=MATRIX, optimized=False)
+
+
+def row(ref) -> jax.Array:
+    """A vector over the rows of a product, in registers."""
+    return plgpu.load(ref, layout=MATRIX.reduce(1), optimized=False)
+
+
+def column(ref) -> jax.Array:
+    """A vector over the columns of a product, in registers."""
+    return plgpu.load(ref, layout=MATRIX.reduce(0), optimized=False)
+
+
+def over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """`vector[i]` at every `[i, j]`."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, [0]), MATRIX)
+
+
+def over_columns(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """`vector[j]` at every `[i, j]`."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, [1]), MATRIX)
+
+
+def chunk_mask(holds=operator.ge) -> jax.Array:
+    """The pairs `[i, j]` of tokens of a chunk where `holds(i, j)`; the causal ones by default."""
+    shape = (CHUNK, CHUNK)
+    i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
+    j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+    return holds(i, j)
+
+
+def decay_matrix(b_row: jax.Array, b_column: jax.Array, mask: jax.Array) -> jax.Array:
+    """`exp(b_i - b_j)` where `mask` holds; elsewhere 1, never an overflow."""
+    gap = over_rows(b_row, mask.shape) - over_columns(b_column, mask.shape)
+    return jnp.exp(jnp.where(mask, gap, 0.0))
+
+
+def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Array:
+    """`init` plus the sum of `lhs @ rhs` over pairs of tiles, in float32 registers."""
+
+    def body(acc):
+        for lhs, rhs in pairs:
+            plgpu.wgmma(acc, lhs, rhs)
+        return None if in_place else acc[...]
+
+    # Accumulating in place keeps one accumulator live, not two; the interpreter cannot do it.
+    in_place = init is not None and not interpret
+    if in_place:
+        total = pl.run_state(body)(plgpu.ACC.init(init))
+    else:
+        total = pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+    # Without the barrier the compiler moves arithmetic on the result before the wait.
+    total = jax.lax.optimization_barrier(total)
+    return total if init is None or in_place else init + total
+
+
+def products(*operands) -> list[jax.Array]:
+    """One product for each `(shape, pairs)`, none waiting for another."""
+
+    def body(*accs):
+        for acc, (_, pairs) in zip(accs, operands, strict=True):
+            for lhs, rhs in pairs:
+                plgpu.wgmma(acc, lhs, rhs)
+        return [acc[...] for acc in accs]
+
+    accs = [plgpu.ACC(shape, jnp.float32) for shape, _ in operands]
+    return jax.lax.optimization_barrier(pl.run_scoped(body, *accs))
+
+
+def accumulate(*operands, interpret: bool) -> list[jax.Array]:
+    """`init` plus the sum of products for each `(init, pairs)`, none waiting for another."""
+
+    def body(accs):
+        for acc, (_, pairs) in zip(accs, operands, strict=True):
+            for lhs, rhs in pairs:
+                plgpu.wgmma(acc, lhs, rhs)
+
+    if interpret:
+        shapes = [(init.shape, pairs) for init, pairs in operands]
+        added = products(*shapes)
+        return [init + x for (init, _), x in zip(operands, added, strict=True)]
+    accs = tuple(plgpu.ACC.init(init) for init, _ in operands)
+    return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
+
+
+def scores(plan, tile, x: jax.Array | None = None) -> jax.Array:
+    """`tril(D * x)` of a chunk, where `x` is `q k^T` unless given."""
+    if x is None:
+        x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
+    mask = chunk_mask()
+    if plan.gated:
+        x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
+    return jnp.where(mask, x, 0.0)

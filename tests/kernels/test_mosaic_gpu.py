@@ -1,0 +1,106 @@
+"""The Hopper kernels in the CPU interpreter, against the float64 oracle."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deltanet_jax.kernels import mosaic_gpu
+from deltanet_jax.kernels.mosaic_gpu import split, support
+from tests.kernels.gpu_problems import errors, inputs, problem
+from tests.tolerances import TOLERANCES
+
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < support.OLDEST_JAX,
+    reason=f"the GPU interpreter needs jax 0.11.2; this is {jax.__version__}",
+)
+
+
+def _run(p):
+    return mosaic_gpu.chunkwise(p, interpret=True)
+
+
+def _check(x, dtype="bfloat16"):
+    forward, gradient = TOLERANCES[dtype]
+    for name, error in errors(_run, x, dtype).items():
+        limit = forward if name in ("o", "state") else gradient
+        assert error <= limit, f"{name}: {error:.2e} above {limit}"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"T": 130},
+        {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
+        {"T": 64, "delta": False},
+        {"T": 70, "delta": False, "gate": 5.0},
+        {"T": 64, "cos": 0.9, "largest_beta": 2.0},
+    ],
+    ids=["delta", "gated-delta", "linear", "gated-linear", "correlated"],
+)
+def test_kernels_equal_the_recurrence(case):
+    _check(inputs(**case))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", [None, 0.2])
+def test_split_sequences_equal_the_recurrence(monkeypatch, gate):
+    monkeypatch.setattr(split, "pieces_of", lambda *sizes: 2)
+    _check(inputs(T=120, gate=gate))
+
+
+@interpreted
+def test_a_reset_by_the_gate_forgets_exactly():
+    p = problem(inputs(T=64, gate=0.1))
+    p = dataclasses.replace(p, g=p.g.at[:, 40].set(-jnp.inf))
+    other = dataclasses.replace(p, v=p.v.at[:, :40].multiply(-3))
+    after, expected = (np.asarray(_run(x)[0], np.float32)[:, 40:] for x in (p, other))
+    np.testing.assert_array_equal(after, expected)
+
+
+def test_pieces_fill_the_gpu_only_where_heads_do_not():
+    assert split.pieces_of(1, 512, 16, 128, 128) == 8
+    assert split.pieces_of(1, 2048, 16, 128, 128) == 8
+    assert split.pieces_of(8, 64, 16, 128, 128) == 1
+    assert split.pieces_of(1, 100, 1, 128, 128) == 1
+
+
+def test_chained_pieces_equal_the_whole():
+    rng = np.random.default_rng(0)
+    maps = rng.standard_normal((4, 2, 8, 8)).astype("float32") / 3
+    offsets = rng.standard_normal((4, 2, 8, 5)).astype("float32")
+    first = rng.standard_normal((1, 2, 8, 5)).astype("float32")
+    state, cotangent = first[0], first[0]
+    entering = split.chain(first, maps, offsets, 4, reverse=False)
+    leaving = split.chain(first, maps, offsets, 4, reverse=True)
+    for p in range(4):
+        np.testing.assert_allclose(entering[p], state, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(leaving[3 - p], cotangent, rtol=1e-5, atol=1e-5)
+        state = maps[p] @ state + offsets[p]
+        cotangent = np.swapaxes(maps[3 - p], 1, 2) @ cotangent + offsets[3 - p]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"dtype": "float32"}, "bfloat16 or float16"),
+        ({"K": 32}, "head sizes"),
+        ({"V": 96}, "head sizes"),
+    ],
+)
+def test_reasons_are_named(case, reason):
+    x = inputs(T=4, **case)
+    assert reason in mosaic_gpu.why_not(problem(x, case.get("dtype", "bfloat16")), None)
+
+
+def test_another_chunk_size_is_refused():
+    assert "chunks of 64" in mosaic_gpu.why_not(problem(inputs(T=4)), 32)
+
+
+def test_a_gate_per_channel_is_refused():
+    p = problem(inputs(T=4, gate=0.1))
+    p = dataclasses.replace(p, g=jnp.zeros((*p.g.shape, 64)))
+    assert "per key channel" in mosaic_gpu.why_not(p, None)

@@ -1,0 +1,91 @@
+"""Every case of the Hopper kernels on the device: `pytest -m gpu tests/kernels`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deltanet_jax.kernels import mosaic_gpu
+from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients
+from tests.tolerances import TOLERANCES
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "delta": {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128},
+    "gated-delta": {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "gate": 0.2},
+    "linear": {"B": 2, "T": 512, "H": 2, "HV": 2, "K": 128, "V": 128, "delta": False},
+    "gated-linear": {"T": 512, "H": 2, "HV": 2, "K": 128, "V": 128, "delta": False, "gate": 0.2},
+    "strong-gate": {"T": 300, "H": 2, "HV": 2, "gate": 5.0},
+    "grouped-ragged": {"T": 1000, "H": 2, "HV": 4, "K": 64, "V": 128, "gate": 0.2},
+    "narrow-values": {"T": 1000, "H": 2, "HV": 4, "K": 128, "V": 64},
+    "wide": {"T": 300, "H": 2, "HV": 2, "K": 256, "V": 256},
+    "wide-gated": {"T": 300, "H": 2, "HV": 2, "K": 256, "V": 128, "gate": 0.2},
+    "small": {"B": 3, "T": 200, "H": 3, "HV": 3},
+    "short": {"T": 5, "H": 2, "HV": 2, "K": 64, "V": 256},
+    "segments": {"B": 2, "T": 700, "H": 2, "HV": 2, "K": 128, "V": 128, "segments": True},
+    "split": {"T": 8200, "K": 128, "V": 128},
+    "split-gated": {"T": 8200, "HV": 2, "K": 128, "V": 128, "gate": 0.2},
+    "cos0.6": {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "cos": 0.6},
+}
+HARDEST = {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "cos": 0.9, "largest_beta": 2.0}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_recurrence(name, dtype):
+    forward, gradient = TOLERANCES[dtype]
+    x = inputs(**CASES[name], dtype=dtype)
+    for tensor, error in errors(mosaic_gpu.chunkwise, x, dtype).items():
+        limit = forward if tensor in ("o", "state") else gradient
+        assert error <= limit, f"{tensor}: {error:.2e} above {limit}"
+
+
+def test_the_hardest_keys_stay_within_8e_3():
+    found = errors(mosaic_gpu.chunkwise, inputs(**HARDEST))
+    assert max(found.values()) <= 8e-3, found
+
+
+def test_two_runs_give_the_same_bits():
+    x = inputs(**CASES["gated-delta"])
+    first, second = (outputs_and_gradients(mosaic_gpu.chunkwise, x, "bfloat16") for _ in range(2))
+    for name in first:
+        np.testing.assert_array_equal(np.asarray(first[name]), np.asarray(second[name]))
+
+
+def test_vmap_is_a_larger_batch():
+    from deltanet_jax import delta_rule
+
+    x = inputs(B=2, T=200, H=2, HV=2, K=128, V=128)
+    q, k, v = (jnp.asarray(x[name], jnp.bfloat16) for name in "qkv")
+    beta = jnp.asarray(x["beta"])
+
+    def loss(q, k, v, beta):
+        o, state = delta_rule(q, k, v, beta, implementation="pallas")
+        return jnp.sum(o.astype(jnp.float32) ** 2) + jnp.sum(state)
+
+    whole = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, beta)
+    one = lambda *a: jax.grad(loss, argnums=(0, 1, 2, 3))(*(y[None] for y in a))  # noqa: E731
+    mapped = jax.jit(jax.vmap(one))(q, k, v, beta)
+    for a, b in zip(whole, mapped, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b[:, 0], np.float32))
+
+
+def test_many_programs_and_scan_and_remat():
+    from deltanet_jax import delta_rule
+
+    x = inputs(B=1, T=64, H=1, HV=1)
+    q, k, v = (jnp.tile(jnp.asarray(x[n], jnp.bfloat16), (70000, 1, 1, 1)) for n in "qkv")
+    beta = jnp.tile(jnp.asarray(x["beta"]), (70000, 1, 1))
+    o, _ = delta_rule(q, k, v, beta, implementation="pallas")
+    assert bool((o == o[:1]).all())
+
+    @jax.jit
+    def loss(q):
+        def step(c, _):
+            layer = lambda q: delta_rule(q, k[:1], v[:1], beta[:1], implementation="pallas")[0]  # noqa: E731
+            return jax.checkpoint(layer)(c), None
+
+        return jnp.sum(jax.lax.scan(step, q, None, length=3)[0].astype(jnp.float32))
+
+    assert bool(jnp.isfinite(jax.grad(loss)(q[:1]).astype(jnp.float32)).all())
