@@ -118,7 +118,7 @@ def matrix(ref) -> jax.Array:
 def _stages(plan: Plan, values: str) -> dict:
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
     keys = tile(plan.stages, CHUNK, plan.key_dim)
-    buffers = {x: keys for x in plan.key_tiles}
+    buffers = dict.fromkeys(plan.key_tiles, keys)
     buffers[values] = tile(plan.stages, plan.columns, CHUNK, WIDTH)
     if plan.score_tiles:
         buffers |= dict(scores=tile(plan.score_tiles, CHUNK, CHUNK))
