@@ -42,6 +42,7 @@ def run(options: ScanVsChunk) -> int:
                     operators.measure(options, record, bar)
                 if options.training:
                     training.train(options, record, bar)
+            return finish(options, record)
         except KeyboardInterrupt:
             write_table(record)
             command = (
@@ -50,7 +51,6 @@ def run(options: ScanVsChunk) -> int:
             console.print(f"interrupted; what was measured is in {record.directory}")
             console.print(f"go on with: {command}", soft_wrap=True)
             return 130
-        return finish(options, record)
 
 
 def restore(saved: dict[str, Any]) -> ScanVsChunk:

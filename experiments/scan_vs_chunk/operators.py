@@ -1,7 +1,6 @@
 """The operators measured: time, memory and error of each implementation."""
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from rich.progress import Progress
 from deltanet_jax import linear_attention, why_not
 from deltanet_jax.compat import enable_x64
 from deltanet_jax.core import reference
+from experiments.machine import available_memory
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.costs import Cost, Sizes, predict
 from experiments.scan_vs_chunk.options import ScanVsChunk
@@ -67,7 +67,7 @@ def memory_budget(options: ScanVsChunk) -> float:
     statistics = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return 0.9 * (statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
-    return 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0.5 * available_memory()
 
 
 @functools.lru_cache(maxsize=2)

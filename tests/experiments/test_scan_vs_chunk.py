@@ -15,7 +15,8 @@ from experiments.scan_vs_chunk.operators import Case
 
 TINY = ScanVsChunk(
     lengths=(32,), head_dim=8, head_dims=(8,), chunk_sizes=(64,), head_sweep_length=32,
-    chunk_sweep_length=32, repeats=3, steps=4, train_batch=2, train_length=32, width=16, layers=1,
+    chunk_sweep_length=32, repeats=3, steps=4, train_batch=2, train_length=32,
+    width=16, layers=1,
     train_heads=1, checkpoint_every=2, text_bytes=20_000,
 )  # fmt: skip
 FIRST_ARM, *_, LAST_ARM = training.ARMS
