@@ -22,21 +22,22 @@ CHUNK = tiles.CHUNK
 SHAPE = (CHUNK, WIDTH)
 
 
-def _write_cotangent(plan: Plan, tile):
+def _write_cotangent(plan: Plan, tile, wait_scores):
     """`dw`, over scale."""
-    tile["scores"][...] = tiles.scores(plan, tile).astype(plan.dtype)
-    plgpu.commit_smem()
-    dw = tiles.product(SHAPE, (tile["k"], tile["state"]))
-    if plan.gated:
-        rest = jnp.exp(tiles.row(tile["total"]) - tiles.row(tile["b"]))
-        dw *= tiles.over_rows(rest, SHAPE)
-    pair = tiles.transposed(tile["scores"]), tile["do"]
-    return tiles.product(SHAPE, pair, init=dw, interpret=plan.interpret)
+    read = tile["k"], tile["state"]
+    own = tiles.transposed(tile["scores"]), tile["do"]
+    if not plan.gated:
+        wait_scores()
+        return tiles.product(SHAPE, own, read)
+    dw = tiles.product(SHAPE, read)
+    dw *= tiles.over_rows(jnp.exp(tiles.row(tile["total"]) - tiles.row(tile["b"])), SHAPE)
+    wait_scores()
+    return tiles.product(SHAPE, own, init=dw, interpret=plan.interpret)
 
 
-def _chunk(plan: Plan, refs, tile, tokens, state):
+def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
     """One chunk; returns the cotangent of the state before it."""
-    dv = _write_cotangent(plan, tile)
+    dv = _write_cotangent(plan, tile, wait_scores)
     if plan.delta:
         weighted = dv * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
         tile["error"][...] = weighted.astype(plan.dtype)
@@ -55,16 +56,18 @@ def _chunk(plan: Plan, refs, tile, tokens, state):
     plgpu.commit_smem()
     if not plan.only_state:
         plgpu.copy_smem_to_gmem(tile["dv"], refs["dv"].at[tokens])
-    for i, rows in enumerate(plan.rows):
+    steps = []
+    for block, rows in zip(state, plan.rows, strict=True):
         pairs = [(tiles.transposed(tile["q"].at[:, rows]), tile["do"])]
         if plan.delta:
             pairs += [(tiles.transposed(tile["k"].at[:, rows]), tile["error"])]
-        state[i] = tiles.product(SHAPE, *pairs, init=state[i], interpret=plan.interpret)
-    return state
+        steps += [(block, pairs)]
+    return tiles.accumulate(*steps, interpret=plan.interpret)
 
 
-def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
+def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     """The chunks of one warpgroup's columns."""
+    wait, wait_scores, free = barriers
 
     def step(i, state):
         chunk = plan.chunks - 1 - i
@@ -78,7 +81,7 @@ def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
             plgpu.copy_smem_to_gmem(own["state"], target)
         tile = wait(i)
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-        state = _chunk(plan, refs, tile, tokens, list(state))
+        state = _chunk(plan, refs, tile, lambda: wait_scores(i), tokens, list(state))
         free(i)
         return state
 
@@ -90,9 +93,7 @@ def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def reverse_states(
-    q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None
-):
+def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None):
     """Cotangents of the values and of the state around every chunk.
 
     Args:
@@ -110,11 +111,9 @@ def reverse_states(
         A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangent `dstates` of the state
         leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
     """
-    plan = serial.plan_for(
-        q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state
-    )
+    plan = serial.plan_for(q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state)
     inputs = dict(q=q, k=k, do=do, end=dstate) | serial.vectors_of(beta, b)
-    own = dict(state=(plan.key_dim, WIDTH), scores=(CHUNK, CHUNK))
+    own = dict(state=(plan.key_dim, WIDTH))
     if not only_state:
         own |= dict(dv=SHAPE)
     if plan.delta:

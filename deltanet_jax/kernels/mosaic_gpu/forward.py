@@ -24,29 +24,15 @@ CHUNK = tiles.CHUNK
 SHAPE = (CHUNK, WIDTH)
 
 
-def _first_products(plan: Plan, tile) -> dict[str, jax.Array]:
-    """`k S` and `q k^T`, as far as they are needed, in flight together."""
-    wanted = {}
-    if plan.delta:
-        wanted["read"] = SHAPE, [(tile["k"], tile["state"])]
-    if not plan.only_state:
-        wanted["scores"] = (CHUNK, CHUNK), [(tile["q"], tiles.transposed(tile["k"]))]
-    if not wanted:
-        return {}
-    return dict(zip(wanted, tiles.products(*wanted.values()), strict=True))
-
-
-def _correct(plan: Plan, tile, place, first, decay):
-    """`u` and `beta u` in registers; stores the scores on the way."""
+def _correct(plan: Plan, tile, place, decay):
+    """`u` and `beta u` in registers."""
     u = serial.matrix(tile["v"])
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
         u *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
-    if "scores" in first:
-        tile["scores"][...] = tiles.scores(plan, tile, first["scores"]).astype(plan.dtype)
     if not plan.delta:
         return u, u
-    read = first["read"]
+    read = tiles.product(SHAPE, (tile["k"], tile["state"]))
     if plan.gated:
         read *= tiles.over_rows(decay, SHAPE)
     tile["error"][...] = (u - read).astype(plan.dtype)
@@ -69,16 +55,16 @@ def _store_writes(plan: Plan, refs, tile, tokens, u, write, decayed) -> None:
         plgpu.copy_smem_to_gmem(tile["error"], refs["u"].at[tokens])
 
 
-def _chunk(plan: Plan, refs, tile, free, chunk, place, state):
+def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
     """One chunk; returns the state after it."""
+    _, wait_scores, free = barriers
     batch, head, columns = place
     tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
     b = decay = None
     if plan.gated:
         b = tiles.row(tile["b"])
         decay = jnp.exp(b)
-    first = _first_products(plan, tile)
-    u, write = _correct(plan, tile, place, first, decay)
+    u, write = _correct(plan, tile, place, decay)
     decayed = write
     if plan.gated:
         total = tiles.row(tile["total"])
@@ -92,6 +78,7 @@ def _chunk(plan: Plan, refs, tile, free, chunk, place, state):
         o = jnp.zeros(SHAPE, jnp.float32)
         if plan.gated:
             o = tiles.product(SHAPE, pairs.pop(0)) * tiles.over_rows(decay, SHAPE)
+        wait_scores(chunk)
         last = [(o, pairs)]
     accumulate = functools.partial(tiles.accumulate, interpret=plan.interpret)
     if plan.gated and "added" not in tile and not plan.only_state:
@@ -107,13 +94,13 @@ def _chunk(plan: Plan, refs, tile, free, chunk, place, state):
     free(chunk)
     if not plan.only_state:
         o = done[0] if len(done) > len(state) else o
-        tile["scores"][...] = (o * plan.scale).astype(plan.dtype)
+        tile["write"][...] = (o * plan.scale).astype(plan.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile["scores"], refs["o"].at[tokens])
+        plgpu.copy_smem_to_gmem(tile["write"], refs["o"].at[tokens])
     return state
 
 
-def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
+def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     """The chunks of one warpgroup's columns."""
 
     def step(chunk, state):
@@ -125,8 +112,8 @@ def _walk(plan: Plan, refs, own, wait, free, batch, head, columns):
         if plan.save:
             target = refs["states"].at[batch, chunk, head, :, columns]
             plgpu.copy_smem_to_gmem(own["state"], target)
-        tile = wait(chunk)
-        return _chunk(plan, refs, tile, free, chunk, (batch, head, columns), list(state))
+        tile = barriers[0](chunk)
+        return _chunk(plan, refs, tile, barriers, chunk, (batch, head, columns), list(state))
 
     places = [(batch, head, rows, columns) for rows in plan.rows]
     state = [tiles.load_f32(refs["start"].at[place]) for place in places]
@@ -155,7 +142,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
     plan = serial.plan_for(q, v, beta, b, scale=scale, save=save, interpret=interpret)
-    own = dict(state=(plan.key_dim, WIDTH), scores=(CHUNK, CHUNK), write=SHAPE)
+    own = dict(state=(plan.key_dim, WIDTH), write=SHAPE)
     if plan.delta:
         own |= dict(error=SHAPE)
     if plan.gated and plan.key_dim <= 128:

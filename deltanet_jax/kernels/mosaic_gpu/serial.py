@@ -2,7 +2,7 @@
 
 A program walks over the chunks of one head. Columns of V never meet, so each of its
 warpgroups owns 64 of them and shares `q`, `k` and the inverse with the others; the last
-warpgroup only issues loads, `STAGES` chunks ahead.
+warpgroup issues loads, one or two chunks ahead, and computes the scores of each chunk.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ __all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "matrix", "plan_for", "
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
-STAGES = 2
 MULTIPROCESSORS = 132
 
 
@@ -58,6 +57,32 @@ class Plan:
         return ("k",) if self.map_dim else ("k", "q")
 
     @property
+    def score_tiles(self) -> int:
+        """Tiles for `tril(D * (q k^T))`; shared memory has one at K = 256, a map needs none."""
+        if self.map_dim:
+            return 0
+        return 2 if self.key_dim <= 128 else 1
+
+    @property
+    def stages(self) -> int:
+        """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
+        roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
+        return 3 if roomy else 2
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a warpgroup that computes, and of the one that serves; at most 504 in all.
+
+        At K = 64 so few are needed that the compiler's own count lets two programs share a
+        multiprocessor.
+        """
+        if self.key_dim == 64:
+            return None
+        if self.map_dim:
+            return 232, 40
+        return (200, 104) if self.columns == 2 else (240, 104)
+
+    @property
     def vectors(self) -> tuple[str, ...]:
         return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
 
@@ -92,22 +117,25 @@ def matrix(ref) -> jax.Array:
 
 def _stages(plan: Plan, values: str) -> dict:
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
-    keys = tile(STAGES, CHUNK, plan.key_dim)
+    keys = tile(plan.stages, CHUNK, plan.key_dim)
     buffers = {x: keys for x in plan.key_tiles}
-    buffers[values] = tile(STAGES, plan.columns, CHUNK, WIDTH)
+    buffers[values] = tile(plan.stages, plan.columns, CHUNK, WIDTH)
+    if plan.score_tiles:
+        buffers |= dict(scores=tile(plan.score_tiles, CHUNK, CHUNK))
     if plan.delta:
-        buffers |= dict(inverse=tile(STAGES, CHUNK, CHUNK))
-    return buffers | {x: plgpu.SMEM((STAGES, CHUNK), jnp.float32) for x in plan.vectors}
+        buffers |= dict(inverse=tile(plan.stages, CHUNK, CHUNK))
+    return buffers | {x: plgpu.SMEM((plan.stages, CHUNK), jnp.float32) for x in plan.vectors}
 
 
-def _load(plan: Plan, values: str, reverse: bool, refs, buffers, loaded, freed, place):
-    """Issues the loads of every chunk."""
+def _serve(plan: Plan, values: str, reverse: bool, refs, buffers, barriers, place):
+    """Issues the loads of every chunk and computes its scores, which need no state."""
+    loaded, ready, freed = barriers
     batch, head, first = place
+    ahead = plan.stages - 1
 
-    def step(i, _):
-        stage = lax.rem(i, STAGES)
+    def load(i):
+        stage = lax.rem(i, plan.stages)
         chunk = plan.chunks - 1 - i if reverse else i
-        pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(freed.at[stage]))
 
         def copy(name, *index, part=()):
             target = buffers[name].at[(stage, *part)]
@@ -123,13 +151,35 @@ def _load(plan: Plan, values: str, reverse: bool, refs, buffers, loaded, freed, 
         for name in ("inverse",) * plan.delta + plan.vectors:
             copy(name, batch, chunk, head)
 
+    def pair(i):
+        stage = lax.rem(i, plan.stages)
+        plgpu.barrier_wait(loaded.at[stage])
+        tile = {x: buffers[x].at[stage] for x in (*plan.key_tiles, *plan.vectors)}
+        scores = tiles.scores(plan, tile).astype(plan.dtype)
+        at = lax.rem(i, plan.score_tiles)
+        buffers["scores"].at[at][...] = scores
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready.at[at])
+
+    def step(i, _):
+        # With two tiles the scores are ready before their chunk begins.
+        if plan.score_tiles == 2:
+            pair(i)
+        pl.when(i > 0)(
+            lambda: plgpu.barrier_wait(freed.at[lax.rem(i + plan.stages - 1, plan.stages)])
+        )
+        pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
+        if plan.score_tiles == 1:
+            pair(i)
+
+    for i in range(min(ahead, plan.chunks)):
+        load(i)
     lax.fori_loop(0, plan.chunks, step, None)
-    for i in range(max(plan.chunks, STAGES), plan.chunks + STAGES):
-        plgpu.barrier_wait(freed.at[i % STAGES])
+    plgpu.barrier_wait(freed.at[(plan.chunks - 1) % plan.stages])
 
 
 def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
-    *refs, buffers, loaded, freed = args
+    *refs, buffers, loaded, ready, freed = args
     refs = dict(zip(names, refs, strict=True))
     role, item = lax.axis_index("role"), lax.axis_index("program")
     part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
@@ -137,27 +187,35 @@ def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
 
     @pl.when(role < plan.columns)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        if plan.registers:
+            plgpu.set_max_registers(plan.registers[0], action="increase")
         columns = pl.ds((first + role) * WIDTH, WIDTH)
         own = {x: ref.at[role] for x, ref in buffers["own"].items()}
 
         def wait(i):
-            stage = lax.rem(i, STAGES)
+            stage = lax.rem(i, plan.stages)
             plgpu.barrier_wait(loaded.at[stage])
-            tile = {x: ref.at[stage] for x, ref in buffers["stages"].items()}
+            tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x != "scores"}
+            if plan.score_tiles:
+                tile["scores"] = buffers["stages"]["scores"].at[lax.rem(i, plan.score_tiles)]
             tile[values] = buffers["stages"][values].at[stage, role]
             return tile | own
 
-        def free(i):
-            plgpu.barrier_arrive(freed.at[lax.rem(i, STAGES)])
+        def wait_scores(i):
+            plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
 
-        walk(plan, refs, own, wait, free, batch, head, columns)
+        def free(i):
+            plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
+
+        walk(plan, refs, own, (wait, wait_scores, free), batch, head, columns)
 
     @pl.when(role == plan.columns)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        if plan.registers:
+            plgpu.set_max_registers(plan.registers[1], action="decrease")
         place = batch, head, first
-        _load(plan, values, reverse, refs, buffers["stages"], loaded, freed, place)
+        barriers = loaded, ready, freed
+        _serve(plan, values, reverse, refs, buffers["stages"], barriers, place)
 
 
 def launch(
@@ -169,8 +227,9 @@ def launch(
     Args:
         name: Of the kernel, in profiles.
         plan: The launch.
-        walk: `(plan, refs, own tiles, wait, free, batch, head, columns)`; `wait(i)` returns the
-            tiles of the i-th chunk in its order, `free(i)` gives them back.
+        walk: `(plan, refs, own tiles, barriers, batch, head, columns)`. Of the barriers, `wait(i)`
+            returns the tiles of the i-th chunk in its order, `wait_scores(i)` says that its
+            scores are there (to be called once a chunk), `free(i)` gives all back.
         inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
         outputs: Shapes by name.
         own: Scratch of each computing warpgroup: shapes of tiles by name.
@@ -190,8 +249,9 @@ def launch(
         out_type=tuple(outputs.values()),
         scratch_types=(
             buffers,
-            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
+            plgpu.Barrier(num_barriers=plan.score_tiles or 1),
+            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=plan.stages),
         ),
         grid=(plan.batch * plan.heads * plan.slices,),
         grid_names=("program",),
