@@ -53,13 +53,13 @@ def test_forward_and_backward_compile_for_an_h200(sizes, gated):
     keys, values = shape(B, T, H, K), shape(B, T, H, V)
     vector = shape(B, T, H, dtype=jnp.float32)
     state = shape(B, H, K, V, dtype=jnp.float32)
-    arrays = dict(q=keys, k=keys, v=values, beta=vector, initial_state=state)
+    arrays = {"q": keys, "k": keys, "v": values, "beta": vector, "initial_state": state}
     if gated:
         arrays["g"] = vector
 
     def both(arrays, cotangents):
         def run(arrays):
-            missing = dict(reset=None, scale=K**-0.5, precision=None)
+            missing = {"reset": None, "scale": K**-0.5, "precision": None}
             return mosaic_gpu.chunkwise(Problem(**({"g": None} | arrays | missing)))
 
         outputs, pull = jax.vjp(run, arrays)
