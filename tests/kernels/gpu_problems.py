@@ -54,9 +54,10 @@ def inputs(
 
 
 def problem(x: dict[str, jax.Array], dtype: str = "bfloat16") -> Problem:
+    x = {name: jnp.asarray(value) for name, value in x.items()}
     ids = x.get("segment_ids")
     reset = None if ids is None else jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
-    q, k, v = (jnp.asarray(x[name]).astype(dtype) for name in "qkv")
+    q, k, v = (x[name].astype(dtype) for name in "qkv")
     gates = [x.get(name) for name in ("g", "beta", "initial_state")]
     return Problem(q, k, v, *gates, reset=reset, scale=x["q"].shape[-1] ** -0.5, precision=None)
 

@@ -95,29 +95,34 @@ def _scratch(plan: Plan):
     states = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
     vector, two = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((2, CHUNK), jnp.float32)
-    buffers = dict(
-        do=tile(*values), u=tile(*values), state=tile(*states), dstate=tile(*states),
-        q=tile(*keys), k=tile(*keys), dq=tile(*keys), dk=tile(*keys), y=tile(*pair),
-    )  # fmt: skip
+    buffers = {
+        "do": tile(*values), "u": tile(*values), "state": tile(*states), "dstate": tile(*states),
+        "q": tile(*keys), "k": tile(*keys), "dq": tile(*keys), "dk": tile(*keys), "y": tile(*pair),
+    }  # fmt: skip
     if plan.delta:
-        buffers |= dict(dv=tile(*values), y_beta=tile(*pair), x=tile(*pair), x_beta=tile(*pair))
-        buffers |= dict(dbeta=vector)
+        buffers |= {
+            "dv": tile(*values),
+            "y_beta": tile(*pair),
+            "x": tile(*pair),
+            "x_beta": tile(*pair),
+        }
+        buffers |= {"dbeta": vector}
     if plan.gated:
-        buffers |= dict(overlap=vector, db_q=vector, db_k=vector, db_write=vector)
+        buffers |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
-    loaded = dict(
-        values=plgpu.Barrier(num_arrivals=2),
-        state=plgpu.Barrier(),
-        dstate=plgpu.Barrier(),
-        keys=plgpu.Barrier(num_arrivals=2),
-    )
+    loaded = {
+        "values": plgpu.Barrier(num_arrivals=2),
+        "state": plgpu.Barrier(),
+        "dstate": plgpu.Barrier(),
+        "keys": plgpu.Barrier(num_arrivals=2),
+    }
     if plan.delta:
-        loaded |= dict(dv=plgpu.Barrier())
+        loaded |= {"dv": plgpu.Barrier()}
     if plan.vectors:
-        loaded |= dict(vectors=plgpu.Barrier(num_arrivals=len(plan.vectors)))
-    freed = dict(values=plgpu.Barrier(num_arrivals=2), keys=plgpu.Barrier(num_arrivals=2))
-    handed = dict(ready=plgpu.Barrier(), free=plgpu.Barrier())
+        loaded |= {"vectors": plgpu.Barrier(num_arrivals=len(plan.vectors))}
+    freed = {"values": plgpu.Barrier(num_arrivals=2), "keys": plgpu.Barrier(num_arrivals=2)}
+    handed = {"ready": plgpu.Barrier(), "free": plgpu.Barrier()}
     return buffers, loaded, freed, handed
 
 
@@ -347,11 +352,11 @@ def _launch(plan: Plan, inputs: dict, interpret):
     tokens = plan.chunks * CHUNK
     keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
     vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
-    outputs = dict(dq=keys, dk=keys)
+    outputs = {"dq": keys, "dk": keys}
     if plan.delta:
-        outputs |= dict(dbeta=vector)
+        outputs |= {"dbeta": vector}
     if plan.gated:
-        outputs |= dict(overlap=vector, db_q=vector, db_k=vector, db_write=vector)
+        outputs |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
     names = (*inputs, *outputs)
     kernel = plgpu.kernel(
         tiles.named("chunk_gradients", functools.partial(_body, plan, names)),
@@ -371,7 +376,8 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
     """`dq`, `dk`, `dbeta` and `db` of all chunks.
 
     Args:
-        q, k: `[B, T, H, K]` with T a multiple of 64.
+        q: `[B, T, H, K]` with T a multiple of 64.
+        k: The same shape.
         u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
         do: Cotangent of the outputs, `[B, T, HV, V]`.
         dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
@@ -394,11 +400,11 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
     )  # fmt: skip
     programs = 2 if interpret else PROGRAMS
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
-    inputs = dict(q=q, k=k, u=u, do=do, state=states, dstate=dstates)
+    inputs = {"q": q, "k": k, "u": u, "do": do, "state": states, "dstate": dstates}
     if plan.delta:
-        inputs |= dict(dv=dv, beta=beta, beta_column=beta)
+        inputs |= {"dv": dv, "beta": beta, "beta_column": beta}
     if plan.gated:
-        inputs |= dict(b=b, b_column=b, rest=b[..., -1:] - b)
+        inputs |= {"b": b, "b_column": b, "rest": b[..., -1:] - b}
     out = _launch(plan, inputs, interpret)
     dbeta = out["dbeta"].sum(0) if plan.delta else None
     if not plan.gated:

@@ -97,7 +97,8 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
     """Cotangents of the values and of the state around every chunk.
 
     Args:
-        q, k: `[B, T, H, K]` with T a multiple of 64.
+        q: `[B, T, H, K]` with T a multiple of 64.
+        k: The same shape.
         do: Cotangent of the outputs, `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32.
@@ -112,18 +113,18 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
     """
     plan = serial.plan_for(q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state)
-    inputs = dict(q=q, k=k, do=do, end=dstate) | serial.vectors_of(beta, b)
-    own = dict(state=(plan.key_dim, WIDTH))
+    inputs = {"q": q, "k": k, "do": do, "end": dstate} | serial.vectors_of(beta, b)
+    own = {"state": (plan.key_dim, WIDTH)}
     if not only_state:
-        own |= dict(dv=SHAPE)
+        own |= {"dv": SHAPE}
     if plan.delta:
-        inputs |= dict(inverse=inverse)
-        own |= dict(error=SHAPE)
+        inputs |= {"inverse": inverse}
+        own |= {"error": SHAPE}
     chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
     shape = jax.ShapeDtypeStruct
-    outputs = dict(dstate=shape(dstate.shape, jnp.float32))
+    outputs = {"dstate": shape(dstate.shape, jnp.float32)}
     if not only_state:
-        outputs |= dict(dv=shape(do.shape, do.dtype), dstates=shape(chunks, do.dtype))
+        outputs |= {"dv": shape(do.shape, do.dtype), "dstates": shape(chunks, do.dtype)}
     return serial.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
         values="do", reverse=True, interpret=interpret,

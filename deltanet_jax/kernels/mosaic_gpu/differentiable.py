@@ -142,7 +142,7 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         q, k, v, inverse, beta, b = (
             split.fold(y, call.pieces) for y in (q, k, v, inverse, beta, b)
         )
-        gates = dict(beta=beta, b=b, interpret=call.interpret)
+        gates = {"beta": beta, "b": b, "interpret": call.interpret}
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             state = split.chain(state, maps, offsets, call.pieces, reverse=False)
@@ -152,10 +152,10 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
         maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
-        return out | dict(final=final, inverse=split.unfold(inverse, call.pieces), maps=maps)
+        return out | {"final": final, "inverse": split.unfold(inverse, call.pieces), "maps": maps}
 
     out = _batched(launch)(x.q, x.k, x.v, x.state, beta, b)
-    return out, dict(q=x.q, k=x.k, v=x.v, beta=beta, b=b)
+    return out, {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -174,7 +174,7 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
     from deltanet_jax.kernels.mosaic_gpu import backward_grads, backward_state
 
     def launch(x, do, dstate):
-        gates = dict(beta=x["beta"], b=x["b"])
+        gates = {"beta": x["beta"], "b": x["b"]}
         names = ("q", "k", "inverse")
         q, k, inverse, do_folded = (
             split.fold(y, call.pieces) for y in (*(x[name] for name in names), do)

@@ -127,7 +127,8 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
     """Outputs, the final state and what the backward needs.
 
     Args:
-        q, k: `[B, T, H, K]` with T a multiple of 64.
+        q: `[B, T, H, K]` with T a multiple of 64.
+        k: The same shape.
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         state: The initial state, `[B, HV, K, V]` float32.
@@ -142,21 +143,21 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
     plan = serial.plan_for(q, v, beta, b, scale=scale, save=save, interpret=interpret)
-    own = dict(state=(plan.key_dim, WIDTH), write=SHAPE)
+    own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
     if plan.delta:
-        own |= dict(error=SHAPE)
+        own |= {"error": SHAPE}
     if plan.gated and plan.key_dim <= 128:
-        own |= dict(added=SHAPE)
+        own |= {"added": SHAPE}
     shape = jax.ShapeDtypeStruct
-    outputs = dict(o=shape(v.shape, v.dtype), final=shape(state.shape, jnp.float32))
+    outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
     if save:
         chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
-        outputs |= dict(states=shape(chunks, v.dtype))
+        outputs |= {"states": shape(chunks, v.dtype)}
         if plan.delta:
-            outputs |= dict(u=shape(v.shape, v.dtype))
-    inputs = dict(q=q, k=k, v=v, start=state) | serial.vectors_of(beta, b)
+            outputs |= {"u": shape(v.shape, v.dtype)}
+    inputs = {"q": q, "k": k, "v": v, "start": state} | serial.vectors_of(beta, b)
     if plan.delta:
-        inputs |= dict(inverse=inverse)
+        inputs |= {"inverse": inverse}
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", reverse=False, interpret=interpret,
@@ -167,7 +168,12 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
     """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
 
     Args:
-        k, v, inverse, beta, b, interpret: As in `run_states`.
+        k: `[B, T, H, K]` with T a multiple of 64.
+        v: `[B, T, HV, V]`.
+        inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
+        beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
+        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
         `M` `[B, HV, K, K]` and `R` `[B, HV, K, V]`, float32.
@@ -180,12 +186,12 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
-    inputs = dict(k=k, v=v, start=start) | serial.vectors_of(beta, b)
-    own = dict(state=(plan.key_dim, WIDTH), write=SHAPE)
+    inputs = {"k": k, "v": v, "start": start} | serial.vectors_of(beta, b)
+    own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
     if plan.delta:
-        inputs |= dict(inverse=inverse)
-        own |= dict(error=SHAPE)
-    outputs = dict(final=jax.ShapeDtypeStruct(start.shape, jnp.float32))
+        inputs |= {"inverse": inverse}
+        own |= {"error": SHAPE}
+    outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
         values="v", reverse=False, interpret=interpret,

@@ -185,14 +185,14 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     plan = Plan(batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None)
     pair = tiles.tile(CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
     vector = plgpu.SMEM((CHUNK,), jnp.float32)
-    buffers = dict(k=tiles.tile(CHUNK, key_dim, dtype=k.dtype), beta=vector)
-    buffers |= dict(below_high=pair, below_low=pair, inner_high=pair, inner_low=pair)
-    buffers |= dict(new_high=pair, new_low=pair)
-    buffers |= dict(out=tiles.tile(CHUNK, CHUNK, dtype=k.dtype))
-    inputs = dict(k=k, beta=beta)
+    buffers = {"k": tiles.tile(CHUNK, key_dim, dtype=k.dtype), "beta": vector}
+    buffers |= {"below_high": pair, "below_low": pair, "inner_high": pair, "inner_low": pair}
+    buffers |= {"new_high": pair, "new_low": pair}
+    buffers |= {"out": tiles.tile(CHUNK, CHUNK, dtype=k.dtype)}
+    inputs = {"k": k, "beta": beta}
     if b is not None:
-        inputs |= dict(b=b, b_column=b)
-        buffers |= dict(b=vector, b_column=vector)
+        inputs |= {"b": b, "b_column": b}
+        buffers |= {"b": vector, "b_column": vector}
     kernel = plgpu.kernel(
         tiles.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
         out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),

@@ -104,9 +104,9 @@ def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_sta
 
 def vectors_of(beta, b) -> dict:
     """The vectors of every chunk; row and column views of one vector need two copies."""
-    vectors = {} if beta is None else dict(beta=beta)
+    vectors = {} if beta is None else {"beta": beta}
     if b is not None:
-        vectors |= dict(b=b, b_column=b, total=jnp.broadcast_to(b[..., -1:], b.shape))
+        vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
     return vectors
 
 
@@ -121,9 +121,9 @@ def _stages(plan: Plan, values: str) -> dict:
     buffers = dict.fromkeys(plan.key_tiles, keys)
     buffers[values] = tile(plan.stages, plan.columns, CHUNK, WIDTH)
     if plan.score_tiles:
-        buffers |= dict(scores=tile(plan.score_tiles, CHUNK, CHUNK))
+        buffers |= {"scores": tile(plan.score_tiles, CHUNK, CHUNK)}
     if plan.delta:
-        buffers |= dict(inverse=tile(plan.stages, CHUNK, CHUNK))
+        buffers |= {"inverse": tile(plan.stages, CHUNK, CHUNK)}
     return buffers | {x: plgpu.SMEM((plan.stages, CHUNK), jnp.float32) for x in plan.vectors}
 
 
@@ -242,7 +242,7 @@ def launch(
     """
     names = (*inputs, *outputs)
     tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
-    buffers = dict(stages=_stages(plan, values), own={x: tile(*s) for x, s in own.items()})
+    buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
     copies = len(plan.key_tiles) + plan.columns + plan.delta + len(plan.vectors)
     kernel = plgpu.kernel(
         tiles.named(name, functools.partial(_body, plan, walk, values, reverse, names)),

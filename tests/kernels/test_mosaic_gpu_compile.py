@@ -1,0 +1,73 @@
+"""Ahead-of-time compilation of the Hopper kernels for an H200, on a machine without a GPU."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.kernels import mosaic_gpu
+from deltanet_jax.kernels.mosaic_gpu import support
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="needs the packages jax-cuda13-plugin and jax-cuda13-pjrt",
+    ),
+    pytest.mark.skipif(
+        jax.__version_info__ < support.OLDEST_JAX,
+        reason=f"the kernels need jax 0.11.2; this is {jax.__version__}",
+    ),
+]
+
+# Public figures of an H200, in the form that the compiler reads.
+H200 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated-delta"])
+@pytest.mark.parametrize("sizes", [(2, 256, 32, 128, 128), (1, 128, 2, 256, 256)])
+def test_forward_and_backward_compile_for_an_h200(sizes, gated):
+    B, T, H, K, V = sizes
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
+    device = topology.devices[0]
+    sharding = SingleDeviceSharding(device)
+
+    def shape(*axes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+
+    keys, values = shape(B, T, H, K), shape(B, T, H, V)
+    vector = shape(B, T, H, dtype=jnp.float32)
+    state = shape(B, H, K, V, dtype=jnp.float32)
+    arrays = {"q": keys, "k": keys, "v": values, "beta": vector, "initial_state": state}
+    if gated:
+        arrays["g"] = vector
+
+    def both(arrays, cotangents):
+        def run(arrays):
+            missing = {"reset": None, "scale": K**-0.5, "precision": None}
+            return mosaic_gpu.chunkwise(Problem(**({"g": None} | arrays | missing)))
+
+        outputs, pull = jax.vjp(run, arrays)
+        return outputs, pull(cotangents)
+
+    abstract = AbstractDevice(device_kind=device.device_kind, num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        lowered = jax.jit(both).trace(arrays, (values, state)).lower()
+    names = {"chunk_inverses", "run_states", "reverse_states", "chunk_gradients"}
+    text = lowered.compile().as_text()
+    assert all(name in text for name in names)
