@@ -133,5 +133,5 @@ def step(
 
 
 def _read(x: Float[Array, "*B K"], state: Float[Array, "*B K V"]) -> Float[Array, "*B V"]:
-    """`x S` as a sum, so that no reduced-precision matrix unit touches it."""
-    return jnp.sum(x[..., :, None] * state, axis=-2)
+    """`x S` in full precision: a rounded read would be written back into the state."""
+    return jnp.einsum("...k,...kv->...v", x, state, precision=jax.lax.Precision.HIGHEST)
