@@ -4,11 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from deltanet_jax.models.config import DeltaNetConfig
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
+
+try:
+    import orbax.checkpoint as ocp
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "checkpoints need orbax-checkpoint: pip install 'deltanet_jax[train]'"
+    ) from error
 
 __all__ = ["Checkpoints"]
 

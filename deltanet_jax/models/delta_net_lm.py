@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deltanet_jax.core.recurrence import accumulation_dtype
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.checks import check_per_token
 from deltanet_jax.layers.delta_net import DeltaNet
@@ -122,10 +123,10 @@ class DeltaNetLM(nnx.Module):
         Raises:
             ValueError: If a shape or dtype is wrong; the message names the argument.
         """
-        x = self._embed(tokens)
+        x = self._embed(tokens, mask)
         for block in self.blocks:
             x = block(x, segment_ids, mask)
-        return self._logits(x)
+        return self.logits(x)
 
     def init_cache(self, batch_size: int) -> LMCache:
         """The cache before the first token: one per block."""
@@ -139,7 +140,18 @@ class DeltaNetLM(nnx.Module):
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T vocab"], LMCache]:
         """Go on from a cache with any number of tokens: logits, and the cache after them."""
-        x, new = self._embed(tokens), []
+        x, cache = self.read(tokens, cache, mask=mask)
+        return self.logits(x), cache
+
+    def read(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: LMCache,
+        *,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LMCache]:
+        """`extend` up to the last block: its features, and the cache after these tokens."""
+        x, new = self._embed(tokens, mask), []
         if len(cache) != len(self.blocks):
             raise ValueError(
                 f"`cache` must hold one part per block, {len(self.blocks)}; got {len(cache)}"
@@ -147,20 +159,26 @@ class DeltaNetLM(nnx.Module):
         for block, part in zip(self.blocks, cache, strict=True):
             x, part = block.extend(x, part, mask)
             new.append(part)
-        return self._logits(x), tuple(new)
+        return x, tuple(new)
 
-    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def _embed(
+        self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"] | None
+    ) -> Float[Array, "B T D"]:
         if getattr(tokens, "ndim", None) != 2:
             raise ValueError(f"`tokens` must be an array [B, T]; got {np.shape(tokens)}")
         checked = check_per_token("tokens", tokens, tokens.shape, np.integer)
+        real = check_per_token("mask", mask, tokens.shape, np.bool_)
+        if real is not None:
+            checked = jnp.where(real, checked, 0)
         return self.embedding[...][checked].astype(self.config.compute_dtype)
 
-    def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+        """Features of the last block to logits, accumulated and kept in float32."""
         x = self.norm(x)
-        if not self.config.tie_embeddings:
-            return self.head(x).astype(jnp.float32)
-        table = self.embedding[...].astype(x.dtype)
-        return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+        tied = self.config.tie_embeddings
+        table = self.embedding[...].T if tied else self.head.kernel[...]
+        acc = accumulation_dtype(x)
+        return jnp.matmul(x, table.astype(x.dtype), preferred_element_type=acc)
 
 
 def _projection(config: DeltaNetConfig, rngs: nnx.Rngs) -> "partial[nnx.Linear]":

@@ -68,10 +68,12 @@ def sample(
     """One token per row."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
-    if top_k is not None:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature)
+    if top_k is None:
+        return jax.random.categorical(key, logits / temperature)
+    # Sampling among ranks keeps exactly `top_k` tokens where logits are equal.
+    best, token = jax.lax.top_k(logits, top_k)
+    rank = jax.random.categorical(key, best / temperature)
+    return jnp.take_along_axis(token, rank[:, None], axis=1)[:, 0]
 
 
 def _check_sampling(temperature: float, top_k: int | None, vocab: int) -> None:
@@ -92,8 +94,9 @@ def _generate(
     how: _Sampling,
 ) -> Int[Array, "B num_tokens"]:
     model = nnx.merge(graph, state)
-    logits, cache = model.extend(prompt, model.init_cache(prompt.shape[0]), mask=mask)
-    last = logits[:, -1] if mask is None else _last_real(logits, mask)
+    x, cache = model.read(prompt, model.init_cache(prompt.shape[0]), mask=mask)
+    # Logits of the whole prompt would take `T * vocab` floats a row.
+    last = model.logits(x[:, -1:] if mask is None else _last_real(x, mask))[:, 0]
 
     def decode(carry: _Carry, key: Key[Array, ""]) -> tuple[_Carry, Int[Array, " B"]]:
         logits, cache = carry
@@ -105,10 +108,7 @@ def _generate(
     return tokens.T
 
 
-def _last_real(
-    logits: Float[Array, "B T vocab"], mask: Bool[Array, "B T"]
-) -> Float[Array, "B vocab"]:
-    """The logits at the last real token of each row."""
-    T = mask.shape[1]
-    last = T - 1 - jnp.argmax(mask[:, ::-1], axis=1)
-    return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+def _last_real(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1 D"]:
+    """The features of the last real token of each row."""
+    last = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)

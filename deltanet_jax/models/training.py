@@ -5,11 +5,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise ImportError("training needs optax: pip install 'deltanet_jax[train]'") from error
 
 __all__ = ["bits_per_token", "make_optimizer", "next_token_loss", "train_step"]
 
@@ -70,13 +74,15 @@ def next_token_loss(
     A target counts if it is real and in the segment of the token before it.
     """
     logits = model(tokens, segment_ids=segment_ids, mask=mask)[:, :-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    counted = jnp.ones_like(losses)
+    counted = jnp.ones(logits.shape[:2], bool)
     if segment_ids is not None:
-        counted = counted * (segment_ids[:, 1:] == segment_ids[:, :-1])
+        counted &= segment_ids[:, 1:] == segment_ids[:, :-1]
     if mask is not None:
-        counted = counted * (mask[:, 1:] & mask[:, :-1])
-    return jnp.sum(losses * counted) / jnp.maximum(jnp.sum(counted), 1)
+        counted &= mask[:, 1:] & mask[:, :-1]
+    # A label outside the vocabulary, such as -100, is NaN even where it does not count.
+    labels = jnp.where(counted, tokens[:, 1:], 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses, where=counted) / jnp.maximum(jnp.sum(counted), 1)
 
 
 def bits_per_token(loss: float) -> float:

@@ -1,5 +1,7 @@
 """The language model: forms, packing, padding, decoding, training."""
 
+import importlib
+import sys
 from functools import partial
 
 import chex
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx
 
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM, generate
-from deltanet_jax.models.generate import sample
+from deltanet_jax.models.generate import _generate, _Sampling, sample
 from deltanet_jax.models.training import (
     bits_per_token,
     make_optimizer,
@@ -73,6 +75,19 @@ def test_the_loss_skips_targets_across_borders_and_padding(model):
     )
 
 
+@pytest.mark.parametrize("padding", [-100, -1, 10**6])
+def test_padding_tokens_outside_the_vocabulary_are_harmless(model, padding):
+    real = jnp.asarray([[False, True, True, True, True, False], [True] * 4 + [False] * 2])
+    x = tokens(T=6)
+    outside = jnp.where(real, x, padding)
+    loss_and_gradient = nnx.value_and_grad(partial(next_token_loss, mask=real))
+    wanted, wanted_gradient = loss_and_gradient(model, x)
+    loss, gradient = loss_and_gradient(model, outside)
+    assert loss == wanted
+    chex.assert_trees_all_equal(nnx.to_pure_dict(gradient), nnx.to_pure_dict(wanted_gradient))
+    np.testing.assert_array_equal(model(outside, mask=real), model(x, mask=real))
+
+
 @pytest.mark.parametrize("cuts", [(1, 2), (5,), (4, 10, 11)])
 def test_a_text_in_pieces_equals_the_whole(model, cuts):
     x = tokens()
@@ -107,6 +122,21 @@ def test_sampling_keeps_to_the_top_k_and_follows_the_temperature():
     assert set(np.unique(sample(logits, key, 0.0, None))) == {1}
     share = np.bincount(sample(logits, key, 2.0, None), minlength=4) / 4000
     np.testing.assert_allclose(share, jax.nn.softmax(logits[0] / 2), atol=0.03)
+
+
+def test_top_k_keeps_exactly_k_of_equal_tokens():
+    logits = jnp.zeros((500, 4))
+    assert len(np.unique(sample(logits, jax.random.key(0), 1.0, 3))) == 3
+
+
+def test_reading_a_prompt_makes_logits_of_its_last_token_alone():
+    T, vocab = 512, 4096
+    model = make(vocab_size=vocab)
+    graph, state = nnx.split(model)
+    how = _Sampling(num_tokens=2, temperature=1.0, top_k=None)
+    lowered = _generate.lower(state, tokens(T=T), None, jax.random.key(0), graph=graph, how=how)
+    memory = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert memory < 2 * T * vocab * 4
 
 
 def test_generation_repeats_with_its_key(model):
@@ -169,6 +199,12 @@ def test_tied_embeddings_have_no_head():
     assert model(tokens()).shape == (2, 21, 19)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tied):
+    logits = make(dtype="bfloat16", tie_embeddings=tied)(tokens())
+    assert np.any(np.asarray(logits != logits.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
 def test_bfloat16_computes_near_float32_and_returns_float32_logits(model):
     rough = make(dtype="bfloat16")
     logits = rough(tokens())
@@ -195,3 +231,14 @@ def test_bad_tokens_are_named(model):
         model(jnp.zeros((1, 3)))
     with pytest.raises(ValueError, match="one part per block"):
         model.extend(tokens(), model.init_cache(2)[:1])
+
+
+@pytest.mark.parametrize(("module", "missing"), [("training", "optax"), ("checkpoint", "orbax")])
+def test_a_missing_library_is_named_with_its_extra(module, missing, monkeypatch):
+    name = f"deltanet_jax.models.{module}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    for loaded in [n for n in sys.modules if n.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"{missing}.*deltanet_jax\[train\]"):
+        importlib.import_module(name)
