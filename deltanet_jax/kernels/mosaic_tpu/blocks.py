@@ -34,8 +34,8 @@ class Inputs(NamedTuple, Generic[A]):
 class Saved(NamedTuple, Generic[A]):
     """What the forward kernel keeps for the backward kernel."""
 
-    states: A  # [BHV, N, K, V], at the start of each chunk, dtype of q
-    inverse: A | None  # [BHV, N, C, C], (I + L)^-1, float32
+    states: A  # [cells, N, G, K, V], at the start of each chunk, dtype of q
+    inverse: A | None  # [cells, N, G, C, C], (I + L)^-1, float32
 
 
 class Specs:
@@ -54,8 +54,8 @@ class Specs:
         self.values = pl.BlockSpec((G, C, V), lambda c, n: (c, chunk_of(n), 0))
         self.rows = pl.BlockSpec((None, None, G, C), lambda c, n: (c, chunk_of(n), 0, 0))
         self.state = pl.BlockSpec((G, K, V), lambda c, n: (c, 0, 0))
-        self.states = pl.BlockSpec((G, None, K, V), lambda c, n: (c, chunk_of(n), 0, 0))
-        self.inverse = pl.BlockSpec((G, None, C, C), lambda c, n: (c, chunk_of(n), 0, 0))
+        self.states = pl.BlockSpec((None, None, G, K, V), lambda c, n: (c, chunk_of(n), 0, 0, 0))
+        self.inverse = pl.BlockSpec((None, None, G, C, C), lambda c, n: (c, chunk_of(n), 0, 0, 0))
 
     def inputs(self, x: Inputs[jax.Array]) -> Inputs[pl.BlockSpec]:
         rows = [None if part is None else self.rows for part in (x.beta, x.coarse, x.fine)]

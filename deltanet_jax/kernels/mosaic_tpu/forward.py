@@ -67,15 +67,16 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, Saved[jax.Array] | None]:
     """Outputs `[BHV, T, V]`, the final state and, to `save`, what the backward kernel needs."""
     (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
-    N, C = T // plan.chunk, plan.chunk
+    N, C, G = T // plan.chunk, plan.chunk, plan.heads
+    cells = BHV // G
     specs = Specs(plan, K, V, lambda n: n)
     saved = None
     if save:
-        inverse = type_like(x.v, (BHV, N, C, C), jnp.float32) if plan.delta else None
-        saved = Saved(type_like(x.v, (BHV, N, K, V), dtype), inverse)
+        inverse = type_like(x.v, (cells, N, G, C, C), jnp.float32) if plan.delta else None
+        saved = Saved(type_like(x.v, (cells, N, G, K, V), dtype), inverse)
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
-        grid=(BHV // plan.heads, N),
+        grid=(cells, N),
         in_specs=[specs.inputs(x), specs.state],
         out_specs=[specs.values, specs.state, specs.saved(plan) if save else None],
         out_shape=[
