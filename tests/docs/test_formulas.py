@@ -179,7 +179,9 @@ def products(function, *args) -> int:
                 (contracting, _), _ = equation.params["dimension_numbers"]
                 shape = equation.invars[0].aval.shape
                 inner = np.prod([shape[axis] for axis in contracting])
-                total += 2 * int(inner * np.prod(equation.outvars[0].aval.shape))
+                # A product that sums over one term only is a scaling, written as a product.
+                if inner > 1:
+                    total += 2 * int(inner * np.prod(equation.outvars[0].aval.shape))
             for inner_jaxpr in jax.extend.core.jaxprs_in_params(equation.params):
                 total += count(inner_jaxpr)
         return total
