@@ -166,11 +166,12 @@ class DeltaNetLM(nnx.Module):
     ) -> Float[Array, "B T D"]:
         if getattr(tokens, "ndim", None) != 2:
             raise ValueError(f"`tokens` must be an array [B, T]; got {np.shape(tokens)}")
-        checked = check_per_token("tokens", tokens, tokens.shape, np.integer)
+        check_per_token("tokens", tokens, tokens.shape, np.integer)
+        ids = jnp.asarray(tokens)
         real = check_per_token("mask", mask, tokens.shape, np.bool_)
         if real is not None:
-            checked = jnp.where(real, checked, 0)
-        return self.embedding[...][checked].astype(self.config.compute_dtype)
+            ids = jnp.where(real, ids, 0)
+        return self.embedding[...][ids].astype(self.config.compute_dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         """Features of the last block to logits, accumulated and kept in float32."""
