@@ -107,8 +107,9 @@ def _guides(ax: Axes, options: ScanVsChunk, rows: Sequence[Row], y: str) -> None
     maps = [4 * options.batch_size * options.heads * T * 2 * options.head_dim**2
             for T in options.lengths]  # fmt: skip
     ax.plot(options.lengths, maps, ":", color=PALETTE["red"], lw=1.1)
+    middle = len(maps) // 2
     ax.annotate(
-        "$2d^2$ floats per token", (options.lengths[0], maps[0]), xytext=(0, -6),
+        "$2d^2$ floats per token", (options.lengths[middle], maps[middle]), xytext=(6, -5),
         textcoords="offset points", ha="left", va="top", fontsize=7.5, color=PALETTE["red"],
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class ScanVsChunk:
     """K = V of the second sweep."""
     head_sweep_length: int = 256
     """T of the sweep over head sizes."""
-    chunk_sizes: tuple[int, ...] = (16, 64, 256)
+    chunk_sizes: tuple[int, ...] = (16, 64, 128)
     """C of the third sweep."""
     chunk_sweep_length: int = 1024
     """T of the sweep over chunk sizes."""
