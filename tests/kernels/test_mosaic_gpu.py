@@ -36,7 +36,7 @@ def _check(x, dtype="bfloat16", limits=None):
         {"T": 130},
         {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
         {"T": 64, "delta": False},
-        {"T": 70, "delta": False, "gate": 1.0},
+        {"T": 70, "delta": False, "gate": 5.0},
     ],
     ids=["delta", "gated-delta", "linear", "gated-linear"],
 )
