@@ -7,17 +7,14 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
-# The mathematics is checked against its shape annotations; the public functions check their
-# callers themselves, with errors that the tests expect.
+# The mathematics is checked against its shape annotations. The public functions check their
+# callers themselves, with errors that the tests expect, and a `Problem` may hold abstract arrays.
 from jaxtyping import install_import_hook
 
-with install_import_hook("deltanet_jax.core", "beartype.beartype"):
-    import deltanet_jax.core.affine
-    import deltanet_jax.core.chunk
-    import deltanet_jax.core.decay
-    import deltanet_jax.core.recurrence
-    import deltanet_jax.core.reference
-    import deltanet_jax.core.wy  # noqa: F401
+CHECKED = ["affine", "chunk", "decay", "reference", "wy"]
+
+with install_import_hook([f"deltanet_jax.core.{name}" for name in CHECKED], "beartype.beartype"):
+    import deltanet_jax  # noqa: F401
 
 import jax
 import matplotlib as mpl

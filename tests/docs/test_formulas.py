@@ -208,8 +208,7 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
 
     solve = n + 8  # per token and column of the right-hand side: blocks of 8 rows
     wy = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * (K + V))
-    spread = 2 * V  # per token, beta over the columns of the right-hand side
-    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + spread + solve * V)
+    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * V)
     plain = n * (4 * K * V + 2 * n * K + 2 * n * V)
     maps = n * (2 * K * K + 2 * K * V)
     assert products(form_2, x, S) == wy
