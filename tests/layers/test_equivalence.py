@@ -170,7 +170,8 @@ def test_gates_reach_the_operator_with_their_signs_and_ranges(monkeypatch):
         assert float(beta.min()) > 0
         assert 1 < float(beta.max()) < 2
         close(jnp.linalg.norm(k, axis=-1), np.ones(k.shape[:3]), 1e-4)
-        o, _ = reference.recurrence(*map(np.asarray, (q, k, v)), g=g, beta=beta)
+        q, k, v, g, beta = map(np.asarray, (q, k, v, g, beta))
+        o, _ = reference.recurrence(q, k, v, g=g, beta=beta)
         close(y, layer._output(jnp.asarray(o, jnp.float32), inputs()), 1e-5)
 
 

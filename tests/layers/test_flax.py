@@ -23,6 +23,10 @@ def inputs(B=2, T=6, seed=0, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), (B, T, HIDDEN), dtype)
 
 
+def dtype_of(x):
+    return x.dtype
+
+
 def leaves(layer):
     return {
         jax.tree_util.keystr(path): leaf
@@ -98,7 +102,7 @@ def test_decoding_in_a_scan_keeps_the_type_of_the_cache():
 
     cache, y = decode(layer.init_cache(2), x)
     whole, wanted = layer.extend(x, layer.init_cache(2))
-    assert jax.tree.map(jnp.dtype, cache) == jax.tree.map(jnp.dtype, wanted)
+    assert jax.tree.map(dtype_of, cache) == jax.tree.map(dtype_of, wanted)
     np.testing.assert_allclose(cache.state, wanted.state, atol=5e-3)
     np.testing.assert_allclose(
         jnp.moveaxis(y, 0, 1).astype(jnp.float32), whole.astype(jnp.float32), atol=0.05
@@ -168,20 +172,26 @@ def test_initial_decay_has_the_rates_and_steps_of_the_field():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reflections_of_rounded_keys_do_not_make_the_state_grow(dtype):
-    layer = make(gate="none", use_beta=False, allow_neg_eigval=True, conv_size=None, dtype=dtype)
-    x = jnp.broadcast_to(inputs(1, 1), (1, 64, HIDDEN)).astype(dtype)
-    empty = layer.init_cache(1)
-    start = empty._replace(state=empty.state + 1)
-    zero_values = jnp.zeros_like(layer.v_proj.kernel[...])
-    layer.v_proj.kernel[...] = zero_values
-    cache, extend = start, nnx.jit(lambda layer, x, cache: layer.extend(x, cache)[1])
+    layer = make(
+        RecurrentDeltaNet,
+        gate="none",
+        use_beta=False,
+        allow_neg_eigval=True,
+        conv_size=None,
+        dtype=dtype,
+    )
+    layer.v_proj.kernel[...] = jnp.zeros_like(layer.v_proj.kernel[...])
+    # One key a row, over and over; rounding makes some of them longer than one.
+    x = jnp.broadcast_to(inputs(16, 1), (16, 64, HIDDEN)).astype(dtype)
+    k = np.asarray(layer._heads(x[:, :1], None, None, None)[1], np.float64)
+    assert np.sum(k**2, axis=-1).max() > 1 + 1e-4
+    empty = layer.init_cache(16)
+    start = cache = empty._replace(state=empty.state + 1)
+    extend = nnx.jit(lambda layer, x, cache: layer.extend(x, cache)[1])
     for _ in range(16):
         cache = extend(layer, x, cache)
-
-    def norm(c):
-        return float(jnp.linalg.norm(c.state))
-
-    assert 0.99 * norm(start) < norm(cache) <= norm(start) * (1 + 1e-4)
+    before, after = (np.linalg.norm(c.state, axis=(-2, -1)) for c in (start, cache))
+    assert np.all(after <= before * (1 + 1e-3))
 
 
 def test_float64_is_kept_under_x64():
@@ -218,7 +228,9 @@ def test_a_layer_is_made_inside_a_mesh_context(axis_type):
         inside = make(seed=1)
         nnx.update(inside, nnx.state(outside))
         shardings = nnx.get_named_sharding(nnx.state(inside), mesh)
-    assert shardings["q_proj"]["kernel"][...] == NamedSharding(mesh, PartitionSpec(None, "model"))
+    assert shardings["q_proj"]["kernel"].get_value() == NamedSharding(
+        mesh, PartitionSpec(None, "model")
+    )
     np.testing.assert_array_equal(inside.q_proj.kernel[...], outside.q_proj.kernel[...])
 
 
