@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-__all__ = ["enable_x64", "type_like", "vary_like", "varying_axes"]
+__all__ = ["enable_x64", "repeat", "type_like", "vary_like", "varying_axes"]
 
 
 def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
@@ -28,6 +28,13 @@ def type_like(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Sha
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         shape, dtype, manual_axis_type=jax.typeof(x).mat
     )
+
+
+def repeat(x: jax.Array, repeats: int, axis: int) -> jax.Array:
+    """`jnp.repeat` that keeps the sharding of `x`, which a mesh with explicit axes asks for."""
+    sharding = jax.typeof(x).sharding
+    explicit = any(part is not None for part in sharding.spec)
+    return jnp.repeat(x, repeats, axis=axis, out_sharding=sharding if explicit else None)
 
 
 def enable_x64(enabled: bool = True) -> object:

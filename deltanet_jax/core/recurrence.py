@@ -54,7 +54,9 @@ class Problem:
         if group == 1:
             return self
         return replace(
-            self, q=jnp.repeat(self.q, group, axis=2), k=jnp.repeat(self.k, group, axis=2)
+            self,
+            q=compat.repeat(self.q, group, axis=2),
+            k=compat.repeat(self.k, group, axis=2),
         )
 
 

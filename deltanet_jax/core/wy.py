@@ -68,7 +68,8 @@ def _substitute_rows(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:
     """`(I + L)^-1`, one row after another: `x_i = e_i - sum_{j<i} L_ij x_j`."""
     size = strict.shape[-1]
     identity = np.eye(size, dtype=strict.dtype)
-    rows = [jnp.broadcast_to(identity[0], (*strict.shape[:-2], size))]
+    # Zeros like a row of L, and not a plain constant: under explicit sharding rows must agree.
+    rows = [jnp.zeros_like(strict[..., 0, :]) + identity[0]]
     for i in range(1, size):
         known = jnp.stack(rows, axis=-2)
         rows.append(identity[i] - jnp.sum(strict[..., i, :i, None] * known, axis=-2))
