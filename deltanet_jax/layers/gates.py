@@ -42,7 +42,7 @@ def bounded_strength(
     The eigenvalue along `k` is `1 - beta |k|^2`. A unit key rounded to 16 bits can be longer
     than one, and with `beta` near 2 the state would then grow without bound.
     """
-    kept = jnp.finfo(k.dtype)
+    kept = jnp.finfo(k.dtype)  # type: ignore[no-untyped-call]
     k = jax.lax.stop_gradient(k).astype(beta.dtype)
     if kept.bits == 16:
         # The compiler may drop a round trip through 16 bits, but not this rounding.
