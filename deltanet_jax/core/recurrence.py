@@ -44,10 +44,6 @@ class Problem:
     scale: float  # factor on q
     precision: jax.lax.Precision | None  # of products of acc operands
 
-    @property
-    def num_value_heads(self) -> int:
-        return self.v.shape[2]
-
     def with_repeated_keys(self) -> "Problem":
         """The same problem with one key head per value head."""
         group = self.v.shape[2] // self.q.shape[2]
