@@ -12,7 +12,7 @@ from deltanet_jax.layers.parameters import parameter
 __all__ = ["NORMS", "RMSNorm", "l2_norm", "no_norm", "sum_norm"]
 
 L2_EPS = 1e-6
-SUM_EPS = 1e-6
+SUM_EPS = 1e-4  # 1/SUM_EPS is the gradient of a zero row, and float16 ends at 65504
 
 
 def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:

@@ -20,7 +20,8 @@ def split_time(x: Float[Array, "B T *rest"], size: int) -> Float[Array, "M B siz
     B, T, *rest = x.shape
     if T % size:
         x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(x.reshape(B, -1, size, *rest), 1, 0)
+    # The count is spelled out: an empty batch leaves nothing to infer a -1 from.
+    return jnp.moveaxis(x.reshape(B, -(-T // size), size, *rest), 1, 0)
 
 
 def join_time(x: Float[Array, "M B size *rest"]) -> Float[Array, "B T *rest"]:
