@@ -6,6 +6,8 @@ product of `g` with a constant 0/1 matrix, never as a difference of two cumulati
 one huge gate (a reset) such a difference has no digits left. All exponents are <= 0.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,10 +85,8 @@ def _vector_scores(
     size = max(d for d in range(1, min(SUB_BLOCK, C) + 1) if C % d == 0)
     blocks = (*batch, C // size, size, K)
     x, y = x.astype(g.dtype), y.astype(g.dtype)
-    xb, yb, gb = x.reshape(blocks), y.reshape(blocks), g.reshape(blocks)
-
-    pairs = jax.vmap(_pairwise_sums, in_axes=-1, out_axes=-1)(gb)
-    inside = jnp.sum(xb[..., :, None, :] * yb[..., None, :, :] * jnp.exp(pairs), axis=-1)
+    xb, gb = x.reshape(blocks), g.reshape(blocks)
+    inside = _pair_scores(*(_merge_blocks(z, size) for z in (x, y, g)))
 
     row_start, row_block = np.arange(0, C, size)[:, None], np.arange(C) // size
     column, token = np.arange(C)[None, :, None], np.arange(C)[None, None, :]
@@ -102,3 +102,21 @@ def _vector_scores(
     same = row_block[:, None] == row_block[None, :]
     spread = jnp.tile(inside.reshape(*batch, C, size), C // size)
     return jnp.where(same, spread, between.reshape(*batch, C, C))
+
+
+def _merge_blocks(x: Float[Array, "*B C K"], size: int) -> Float[Array, "*M size K"]:
+    """Sub-blocks on the axis before the last two, merged into the last batch axis.
+
+    An axis of their own would do, but a sum over arrays of rank 7, which a batch axis more makes
+    of it, crashes the CPU compiler of jaxlib 0.10.2.
+    """
+    *batch, C, K = x.shape
+    return x.reshape(*batch[:-1], math.prod(batch[-1:]) * (C // size), size, K)
+
+
+def _pair_scores(
+    x: Float[Array, "*M size K"], y: Float[Array, "*M size K"], g: Float[Array, "*M size K"]
+) -> Float[Array, "*M size size"]:
+    """`P(x, y)` inside sub-blocks, the decay formed for each pair of rows."""
+    pairs = jax.vmap(_pairwise_sums, in_axes=-1, out_axes=-1)(g)
+    return jnp.sum(x[..., :, None, :] * y[..., None, :, :] * jnp.exp(pairs), axis=-1)
