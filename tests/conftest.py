@@ -3,9 +3,15 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+# Almost all of a test's time is compilation. These settings compile the same graphs four times
+# faster, into slower programs; the smoke tests run in CI with XLA's own settings as well.
+FLAGS = {"xla_force_host_platform_device_count": "8"}
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    FLAGS |= {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "false"}
+given = os.environ.get("XLA_FLAGS", "")
+added = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 # The mathematics is checked against its shape annotations. The public functions check their
 # callers themselves, with errors that the tests expect, and a `Problem` may hold abstract arrays.

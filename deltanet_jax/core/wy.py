@@ -7,7 +7,8 @@ from jaxtyping import Array, Float
 
 __all__ = ["unit_lower_inverse", "unit_lower_solve"]
 
-BLOCK = 8  # rows of a diagonal block, inverted row by row
+BLOCK = 32  # rows of a diagonal block, inverted before the substitution
+ROWS = 8  # rows that are inverted one after another; larger blocks are merged from these
 
 
 @jax.custom_jvp
@@ -61,7 +62,21 @@ def _diagonal_inverses(strict: Float[Array, "*B C C"]) -> Float[Array, "*B N b b
     missing = -C % size
     padded = jnp.pad(strict, [(0, 0)] * (strict.ndim - 2) + [(0, missing)] * 2)
     blocks = [padded[..., s : s + size, s : s + size] for s in _block_starts(C)]
-    return _substitute_rows(jnp.stack(blocks, axis=-3))
+    return _merge_inverse(jnp.stack(blocks, axis=-3))
+
+
+def _merge_inverse(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:
+    """`(I + L)^-1` of a block: of its two halves, then of the block below the diagonal."""
+    size = strict.shape[-1]
+    if size <= ROWS or size % 2:
+        return _substitute_rows(strict)
+    half = size // 2
+    corners = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]], axis=-3)
+    inverse = _merge_inverse(corners)
+    first, second = inverse[..., 0, :, :], inverse[..., 1, :, :]
+    below = -_matmul(second, _matmul(strict[..., half:, :half], first))
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
 def _substitute_rows(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:

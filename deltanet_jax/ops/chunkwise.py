@@ -16,9 +16,8 @@ from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.ops.layout import (
     as_chunks,
     from_chunks,
-    join_time,
     map_tokens,
-    split_time,
+    scan_blocks,
     tokens_of,
 )
 
@@ -49,16 +48,14 @@ def chunkwise_solve(problem: Problem, chunk_size: int | None = None) -> tuple[ja
 def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, jax.Array]:
     """Pass the state through blocks of `size` tokens, keeping only it for the backward pass."""
     problem = problem.with_repeated_keys()
-    blocks = map_tokens(lambda x: split_time(x, size), tokens_of(problem))
 
     # Scaled and rounded block by block: no pass over the whole output in the wider type.
     def body(state: State, tokens: Chunk) -> tuple[State, jax.Array]:
         state, o = block(state, tokens, precision=problem.precision)
         return state, (o * problem.scale).astype(problem.v.dtype)
 
-    body = jax.checkpoint(body, prevent_cse=False)
-    final_state, o = jax.lax.scan(body, start_state(problem), blocks)
-    return join_time(o)[:, : problem.q.shape[1]], final_state
+    final_state, o = scan_blocks(body, start_state(problem), tokens_of(problem), size)
+    return o, final_state
 
 
 def _solve_chunk(state: State, tokens: Chunk, *, precision: Precision) -> tuple[State, jax.Array]:

@@ -1,6 +1,7 @@
 """Cutting the time axis: blocks of tokens for a scan, chunks for the chunk algebra."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 from deltanet_jax.core.chunk import Chunk
 from deltanet_jax.core.recurrence import Problem, decay_with_resets
 
-__all__ = ["as_chunks", "from_chunks", "join_time", "map_tokens", "split_time", "tokens_of"]
+__all__ = ["as_chunks", "from_chunks", "map_tokens", "scan_blocks", "split_time", "tokens_of"]
 
 
 def split_time(x: Float[Array, "B T *rest"], size: int) -> Float[Array, "M B size *rest"]:
@@ -28,6 +29,36 @@ def join_time(x: Float[Array, "M B size *rest"]) -> Float[Array, "B T *rest"]:
     """Inverse of `split_time`, padding included."""
     M, B, size, *rest = x.shape
     return jnp.moveaxis(x, 0, 1).reshape(B, M * size, *rest)
+
+
+def scan_blocks(
+    body: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]],
+    state: jax.Array,
+    tokens: Any,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Pass a state through blocks of `size` tokens; only it is kept for the backward pass.
+
+    `body(state, block)` gets the arrays of `tokens`, `[B, T, ...]`, cut to `[B, size, ...]`, and
+    returns the next state and an output `[B, size, ...]`; the outputs come back as `[B, T, ...]`.
+    """
+    B, T = jax.tree.leaves(tokens)[0].shape[:2]
+
+    # For a batch of one the loop's arrays have no batch axis: XLA copies each of them to move
+    # one, even of length 1, to where the loop wants it.
+    def split(x: jax.Array) -> jax.Array:
+        blocks = split_time(x, size)
+        return blocks.reshape(blocks.shape[0], *blocks.shape[2:]) if B == 1 else blocks
+
+    def step(state: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
+        if B == 1:
+            block = jax.tree.map(lambda x: x[None], block)
+        state, o = body(state, block)
+        return state, o[0] if B == 1 else o
+
+    step = jax.checkpoint(step, prevent_cse=False)
+    state, o = jax.lax.scan(step, state, jax.tree.map(split, tokens))
+    return state, join_time(o[:, None] if B == 1 else o)[:, :T]
 
 
 def map_tokens(function: Callable[[jax.Array], jax.Array], tokens: Chunk) -> Chunk:

@@ -1,13 +1,12 @@
 """The recurrent form: one token after another, with a backward that keeps few states."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from deltanet_jax.core.recurrence import Problem, decay_with_resets, start_state, step
-from deltanet_jax.ops.layout import join_time, split_time
+from deltanet_jax.ops.layout import scan_blocks
 
 __all__ = ["recurrent"]
 
@@ -23,11 +22,8 @@ def recurrent(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Arra
     T = problem.q.shape[1]
     size = min(chunk_size or max(1, math.isqrt(T)), T)
     tokens = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
-    blocks = jax.tree.map(partial(split_time, size=size), tokens)
-    body = jax.checkpoint(_block, prevent_cse=False)
-    final_state, o = jax.lax.scan(body, start_state(problem), blocks)
-    o = join_time(o)[:, :T] * problem.scale
-    return o.astype(problem.v.dtype), final_state
+    final_state, o = scan_blocks(_block, start_state(problem), tokens, size)
+    return (o * problem.scale).astype(problem.v.dtype), final_state
 
 
 Token = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
