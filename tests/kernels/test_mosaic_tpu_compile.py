@@ -6,17 +6,21 @@ compiles for a described topology without opening a device. Skipped without libt
 
 import importlib.util
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.kernels import mosaic_tpu
 from deltanet_jax.kernels.mosaic_tpu import plan
+from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
+from deltanet_jax.models.training import make_optimizer, train_step
 
 # Read by libtpu when it loads: test processes side by side, no logs, no search for a device.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -127,3 +131,37 @@ def test_shards_of_batch_and_heads_compile() -> None:
     assert "deltanet_backward" in text
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert collective not in text
+
+
+def test_training_step_of_a_sharded_language_model_compiles() -> None:
+    """A user's `jit`: no `shard_map`, nothing named but the shardings of parameters and batch."""
+    config = DeltaNetConfig(
+        vocab_size=256, hidden_size=256, num_layers=1, num_heads=2, dtype="bfloat16"
+    )
+    mesh = Mesh(np.array(devices("v6e")).reshape(2, 2), ("data", "model"))
+    rules = (("embed", None), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
+
+    def make() -> tuple[DeltaNetLM, nnx.Optimizer]:
+        model = DeltaNetLM(config, rngs=nnx.Rngs(0))
+        return model, make_optimizer(model, 1e-3, total_steps=10)
+
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        graph, state = nnx.split(nnx.eval_shape(make))
+        shardings = nnx.get_named_sharding(state, mesh)
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+        )
+        data = NamedSharding(mesh, PartitionSpec("data"))
+        tokens = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=data)
+
+        def step(state: nnx.State, tokens: jax.Array) -> tuple:
+            model, optimizer = nnx.merge(graph, state)
+            metrics = train_step(model, optimizer, tokens)
+            return nnx.state((model, optimizer)), metrics
+
+        text = compiled_text(step, state, tokens)
+    # Each device runs the kernels on its row and its head, and nothing was gathered for that.
+    for name in ("deltanet_forward", "deltanet_backward"):
+        assert re.search(rf"{name}[.\d]* = \(bf16\[1,256,128\]", text)
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
