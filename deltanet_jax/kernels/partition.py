@@ -52,7 +52,7 @@ def over_devices(run: Callable[[Problem], Result], problem: Problem) -> Result:
     specs, results = _specs(problem, batch, heads)
     if AxisType.Explicit in kinds.values():
         to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        problem = jax.sharding.reshard(problem, to)
+        problem = jax.sharding.reshard(problem, to)  # type: ignore[no-untyped-call]
     return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names=free)(
         problem
     )
@@ -79,10 +79,12 @@ def _likely_axes(problem: Problem, sizes: dict[str, int]) -> tuple[Axes, Axes]:
 
 def _specs(problem: Problem, batch: Axes, heads: Axes) -> tuple[Problem, tuple[P, P]]:
     """Of every array of the problem, and of outputs and final state."""
-    tokens, state = P(batch, None, heads), P(batch, heads)
-    axes: dict[str, P] = {"reset": P(batch), "initial_state": state}
+    tokens: P = P(batch, None, heads)  # type: ignore[no-untyped-call]
+    state: P = P(batch, heads)  # type: ignore[no-untyped-call]
+    tokens_only: P = P(batch)  # type: ignore[no-untyped-call]
+    axes = {"reset": tokens_only, "initial_state": state}
     names = ("q", "k", "v", "g", "beta", "initial_state", "reset")
     given: dict[str, Any] = {
-        n: axes.get(n, tokens) for n in names if getattr(problem, n) is not None
+        name: axes.get(name, tokens) for name in names if getattr(problem, name) is not None
     }
     return replace(problem, **given), (tokens, state)

@@ -30,7 +30,7 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu-compile"
 )
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -68,6 +68,19 @@ def forward_and_backward(arrays: dict) -> tuple:
     return outputs, vjp(outputs)
 
 
+def vmem_of_kernels(text: str) -> dict[str, int]:
+    """Bytes of VMEM that the compiler gave to each of the package's kernels."""
+    found = {}
+    for line in text.splitlines():
+        name = re.search(r"%[\w.]*deltanet_(forward|backward)[\w.]* = .*custom-call\(", line)
+        if name:
+            used = line[line.index('"used_scoped_memory_configs"') :]
+            found[name.group(1)] = int(
+                re.search(r'"memory_space":"1".*?"size":"(\d+)"', used).group(1)
+            )
+    return found
+
+
 def compiled_text(function, *arguments) -> str:
     return jax.jit(function).lower(*arguments).compile().as_text()
 
@@ -75,18 +88,18 @@ def compiled_text(function, *arguments) -> str:
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_forward_and_training_compile(chip: str, D: int) -> None:
-    H = 8 if D == 128 else 4  # the largest cell once; smaller ones compile faster
-    assert VMEM_MIB[chip] * 2**20 > plan.VMEM_LIMIT  # a kernel above it does not compile
+    H = 8 if D == 128 else 2  # the largest cells but at 64, where two heads compile faster
     arrays = arguments(
         SingleDeviceSharding(devices(chip)[0]),
         (1, 300, H, H, D, D),
         gate=chip in ("v5p", "v6e"),
     )
-    inference = compiled_text(forward, arrays)
-    assert "deltanet_forward" in inference
-    training = compiled_text(forward_and_backward, arrays)
-    assert "deltanet_forward" in training
-    assert "deltanet_backward" in training
+    inference = vmem_of_kernels(compiled_text(forward, arrays))
+    training = vmem_of_kernels(compiled_text(forward_and_backward, arrays))
+    assert set(inference) == {"forward"}
+    assert set(training) == {"forward", "backward"}
+    for used in (*inference.values(), *training.values()):
+        assert 0 < used <= plan.VMEM_LIMIT < VMEM_MIB[chip] * 2**20
 
 
 @pytest.mark.parametrize(
@@ -104,15 +117,6 @@ def test_other_kinds_of_problem_compile(shape, dtype, gate: bool, delta: bool) -
         SingleDeviceSharding(devices("v5e")[0]), shape, dtype, gate=gate, delta=delta
     )
     assert "deltanet_backward" in compiled_text(forward_and_backward, arrays)
-
-
-def test_compiler_refuses_a_kernel_above_the_vmem_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltanet_jax.kernels.mosaic_tpu.forward.VMEM_LIMIT", 2**20)
-    arrays = arguments(
-        SingleDeviceSharding(devices("v5e")[0]), (1, 128, 8, 8, 128, 128), gate=False
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
-        compiled_text(forward, arrays)
 
 
 def test_shards_of_batch_and_heads_compile() -> None:
@@ -160,8 +164,8 @@ def test_training_step_of_a_sharded_language_model_compiles() -> None:
             return nnx.state((model, optimizer)), metrics
 
         text = compiled_text(step, state, tokens)
-    # Each device runs the kernels on its row and its head, and nothing was gathered for that.
+    # Each device runs the kernels on its row and its head, in two chunks; nothing is gathered.
     for name in ("deltanet_forward", "deltanet_backward"):
-        assert re.search(rf"{name}[.\d]* = \(bf16\[1,256,128\]", text)
+        assert re.search(rf"{name}[.\d]* = \(bf16\[1,2,1,128,128\]", text)
     assert "all-gather" not in text
     assert "all-to-all" not in text
