@@ -9,7 +9,7 @@ ARGS ?=
 # A small BLAS pool: several test processes must not fight over the cores.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help ablation test lint format docs clean
+.PHONY: help ablation test test-tpu-compile lint format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -31,6 +31,12 @@ ablation: $(READY)  ## the scan-versus-chunk ablation on this machine; options: 
 
 test: $(READY)  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-tpu-compile: $(READY)  ## the TPU kernels through the TPU's compiler, which needs no TPU
+	@$(BIN)/python -c 'import libtpu' 2>/dev/null \
+		|| if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[tpu-test]'; \
+		else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tpu-test]'; fi
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/test_mosaic_tpu_compile.py $(ARGS)
 
 lint: $(READY)  ## style, types and the import contract
 	$(BIN)/ruff check .

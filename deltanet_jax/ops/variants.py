@@ -8,6 +8,7 @@ import jax
 
 from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.kernels import mosaic_gpu, mosaic_tpu
+from deltanet_jax.kernels.partition import mesh_of, over_devices
 from deltanet_jax.ops.associative import associative
 from deltanet_jax.ops.chunkwise import chunkwise, chunkwise_solve
 from deltanet_jax.ops.recurrent import recurrent
@@ -48,7 +49,8 @@ def _pallas(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Ar
     """The kernels of this platform; elsewhere the TPU kernel in the interpreter."""
     platform = _platform(problem)
     run_kernels = _kernels(platform).chunkwise
-    return run_kernels(problem, chunk_size, interpret=platform not in KERNELS)
+    interpret = platform not in KERNELS
+    return over_devices(lambda x: run_kernels(x, chunk_size, interpret=interpret), problem)
 
 
 IMPLEMENTATIONS: dict[str, Algorithm] = {
@@ -144,9 +146,13 @@ def _choose_first(
 
 
 def _platform(problem: Problem) -> str:
-    """Where the call will run: the device of its inputs if they have one, else the default."""
+    """Where the call will run: the device of its inputs if they have one, else the default.
+
+    Under `jit` that is the device of their mesh, which may be one that is only described.
+    """
+    described = mesh_of(problem.q).abstract_device
     if not isinstance(problem.q, jax.core.Tracer) and isinstance(problem.q, jax.Array):
         platform = next(iter(problem.q.devices())).platform
     else:
-        platform = jax.default_backend()
+        platform = jax.default_backend() if described is None else described.platform
     return "gpu" if platform in ("cuda", "rocm") else platform

@@ -161,14 +161,12 @@ def backward(
     x: Inputs[jax.Array], saved: Saved[jax.Array], do: jax.Array, d_final: jax.Array, plan: Plan
 ) -> Gradients[jax.Array]:
     """Gradients of everything that the forward kernel read."""
-    (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
-    N = T // plan.chunk
+    (cells, N, G, C, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
     specs = Specs(plan, K, V, lambda n: N - 1 - n)
-    cells = BHV // plan.heads
     # Key heads read by several cells: each writes its share, in float32, for the caller to sum.
     shared = plan.group > plan.heads
-    keys = type_like(x.v, (cells * plan.key_heads, T, K), jnp.float32 if shared else dtype)
-    rows = type_like(x.v, (cells, N, plan.heads, plan.chunk), jnp.float32)
+    keys = type_like(x.v, (cells, N, plan.key_heads, C, K), jnp.float32 if shared else dtype)
+    rows = type_like(x.v, (cells, N, G, C), jnp.float32)
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(cells, N),
@@ -190,7 +188,7 @@ def backward(
                 type_like(x.v, x.v.shape, dtype),
                 rows if plan.delta else None,
                 rows if plan.gated else None,
-                type_like(x.v, (BHV, K, V), jnp.float32),
+                type_like(x.v, (cells * G, K, V), jnp.float32),
             )
         ],
         compiler_params=pltpu.CompilerParams(

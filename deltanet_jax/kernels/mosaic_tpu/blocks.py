@@ -1,7 +1,8 @@
 """The arrays that the kernels read and write, in their layout, and the blocks of one program.
 
-`BH` and `BHV` are batch and heads as one axis: value head n reads key head n // (HV // H) there
-too. A program's index is (cell of heads, chunk); the chunks of one cell run in order.
+Batch and heads are one axis, `BH` or `BHV`: value head n reads key head n // (HV // H) there
+too. A program's index is (cell of heads, chunk); the chunks of one cell run in order. What a
+program reads or writes of an array is one piece of memory.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan
 
-__all__ = ["Inputs", "Saved", "Specs", "join_rows", "split_rows"]
+__all__ = ["Inputs", "Saved", "Specs", "join", "split"]
 
 
 # What a record of arrays holds: arrays, their types, or their block specifications.
@@ -21,11 +22,14 @@ A = TypeVar("A")
 
 
 class Inputs(NamedTuple, Generic[A]):
-    """One problem, padded to whole chunks, heads before time; `None` where it has no such part."""
+    """One problem, padded to whole chunks; `None` where it has no such part.
 
-    q: A  # [BH, T, K]
-    k: A  # [BH, T, K]
-    v: A  # [BHV, T, V]
+    Cells of key heads are as large as a program needs: of one head where several cells read it.
+    """
+
+    q: A  # [key cells, N, heads, C, K]
+    k: A  # [key cells, N, heads, C, K]
+    v: A  # [cells, N, G, C, V]
     beta: A | None  # [cells, N, G, C]
     coarse: A | None  # [cells, N, G, C]; the cumulative log-decay is coarse + fine
     fine: A | None
@@ -48,14 +52,17 @@ class Specs:
             cells = plan.group // plan.heads
             return jax.lax.div(cell, cells) if cells > 1 else cell
 
-        keys = plan.key_heads
-        self.keys = pl.BlockSpec((keys, C, K), lambda c, n: (key_cell(c), chunk_of(n), 0))
-        self.key_grads = pl.BlockSpec((keys, C, K), lambda c, n: (c, chunk_of(n), 0))
-        self.values = pl.BlockSpec((G, C, V), lambda c, n: (c, chunk_of(n), 0))
-        self.rows = pl.BlockSpec((None, None, G, C), lambda c, n: (c, chunk_of(n), 0, 0))
+        def own(*tile: int) -> pl.BlockSpec:
+            zeros = (0,) * len(tile)
+            return pl.BlockSpec((None, None, *tile), lambda c, n: (c, chunk_of(n), *zeros))
+
+        keys = (plan.key_heads, C, K)
+        self.keys = pl.BlockSpec(
+            (None, None, *keys), lambda c, n: (key_cell(c), chunk_of(n), 0, 0, 0)
+        )
+        self.key_grads, self.values = own(*keys), own(G, C, V)
+        self.rows, self.states, self.inverse = own(G, C), own(G, K, V), own(G, C, C)
         self.state = pl.BlockSpec((G, K, V), lambda c, n: (c, 0, 0))
-        self.states = pl.BlockSpec((None, None, G, K, V), lambda c, n: (c, chunk_of(n), 0, 0, 0))
-        self.inverse = pl.BlockSpec((None, None, G, C, C), lambda c, n: (c, chunk_of(n), 0, 0, 0))
 
     def inputs(self, x: Inputs[jax.Array]) -> Inputs[pl.BlockSpec]:
         rows = [None if part is None else self.rows for part in (x.beta, x.coarse, x.fine)]
@@ -65,14 +72,13 @@ class Specs:
         return Saved(self.states, self.inverse if plan.delta else None)
 
 
-def split_rows(x: jax.Array, plan: Plan) -> jax.Array:
-    """`[BHV, T]` to `[cells, N, G, C]`: a program's vectors as one tile."""
-    BHV, T = x.shape
-    x = x.reshape(BHV // plan.heads, plan.heads, T // plan.chunk, plan.chunk)
-    return jnp.swapaxes(x, 1, 2)
+def split(x: jax.Array, heads: int, chunk: int) -> jax.Array:
+    """`[BH, T, ...]` to `[cells, N, heads, C, ...]`: a program's tokens as one piece."""
+    BH, T, *rest = x.shape
+    return jnp.swapaxes(x.reshape(BH // heads, heads, T // chunk, chunk, *rest), 1, 2)
 
 
-def join_rows(x: jax.Array) -> jax.Array:
-    """Undo `split_rows`."""
-    cells, N, G, C = x.shape
-    return jnp.swapaxes(x, 1, 2).reshape(cells * G, N * C)
+def join(x: jax.Array) -> jax.Array:
+    """Undo `split`."""
+    cells, N, heads, C, *rest = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(cells * heads, N * C, *rest)

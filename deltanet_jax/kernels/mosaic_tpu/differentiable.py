@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from deltanet_jax.compat import vary_like, varying_axes
 from deltanet_jax.core.recurrence import Problem, decay_with_resets
 from deltanet_jax.kernels.mosaic_tpu.backward import backward
-from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, join_rows, split_rows
+from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, join, split
 from deltanet_jax.kernels.mosaic_tpu.forward import forward
 from deltanet_jax.kernels.mosaic_tpu.plan import Plan, make_plan, why_not
 
@@ -95,13 +95,14 @@ def _optional(function: Callable[[jax.Array], jax.Array], x: jax.Array | None) -
 
 
 def _inputs(x: Heads, plan: Plan) -> Inputs[jax.Array]:
-    beta = _optional(lambda y: split_rows(y, plan), x.beta)
+    G, keys, C = plan.heads, plan.key_heads, plan.chunk
+    beta = _optional(lambda y: split(y, G, C), x.beta)
     coarse = fine = None
     if x.g is not None:
-        g = split_rows(x.g, plan)
+        g = split(x.g, G, C)
         share = jnp.round(g / COARSE) * COARSE
         coarse, fine = jnp.cumsum(share, axis=-1), jnp.cumsum(g - share, axis=-1)
-    return Inputs(x.q, x.k, x.v, beta, coarse, fine)
+    return Inputs(split(x.q, keys, C), split(x.k, keys, C), split(x.v, G, C), beta, coarse, fine)
 
 
 Residuals = tuple[Inputs[jax.Array], Saved[jax.Array]]
@@ -110,14 +111,14 @@ Residuals = tuple[Inputs[jax.Array], Saved[jax.Array]]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(plan: Plan, x: Heads) -> tuple[jax.Array, jax.Array]:
     o, final, _ = forward(_inputs(x, plan), x.state, plan, save=False)
-    return o, final
+    return join(o), final
 
 
 def _run_forward(plan: Plan, x: Heads) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     inputs = _inputs(x, plan)
     o, final, saved = forward(inputs, x.state, plan, save=True)
     assert saved is not None
-    return (o, final), (inputs, saved)
+    return (join(o), final), (inputs, saved)
 
 
 def _run_backward(
@@ -125,20 +126,19 @@ def _run_backward(
 ) -> tuple[Heads]:
     inputs, saved = residuals
     do, d_final = cotangents
-    grads = backward(inputs, saved, do, d_final, plan)
-    beta = _optional(join_rows, grads.beta)
+    grads = backward(inputs, saved, split(do, plan.heads, plan.chunk), d_final, plan)
+    beta = _optional(join, grads.beta)
     g = None
     if grads.b is not None:
-        g = join_rows(jax.lax.cumsum(grads.b, axis=3, reverse=True))
+        g = join(jax.lax.cumsum(grads.b, axis=3, reverse=True))
 
     def per_key_head(x: jax.Array) -> jax.Array:
-        _, T, K = x.shape
-        if x.shape == inputs.q.shape:
-            return x
-        shares = x.reshape(inputs.q.shape[0], -1, T, K)
-        return jnp.sum(shares, axis=1).astype(inputs.q.dtype)
+        if x.shape != inputs.q.shape:
+            x = jnp.sum(x.reshape(inputs.q.shape[0], -1, *x.shape[1:]), axis=1)
+        return join(x).astype(inputs.q.dtype)
 
-    return (Heads(per_key_head(grads.q), per_key_head(grads.k), grads.v, g, beta, grads.state),)
+    q, k = per_key_head(grads.q), per_key_head(grads.k)
+    return (Heads(q, k, join(grads.v), g, beta, grads.state),)
 
 
 _run.defvjp(_run_forward, _run_backward)

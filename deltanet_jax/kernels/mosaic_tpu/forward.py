@@ -65,10 +65,8 @@ def _kernel(
 def forward(
     x: Inputs[jax.Array], initial: jax.Array, plan: Plan, *, save: bool
 ) -> tuple[jax.Array, jax.Array, Saved[jax.Array] | None]:
-    """Outputs `[BHV, T, V]`, the final state and, to `save`, what the backward kernel needs."""
-    (BHV, T, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
-    N, C, G = T // plan.chunk, plan.chunk, plan.heads
-    cells = BHV // G
+    """Outputs as `v`, the final state and, to `save`, what the backward kernel needs."""
+    (cells, N, G, C, V), K, dtype = x.v.shape, x.q.shape[-1], x.q.dtype
     specs = Specs(plan, K, V, lambda n: n)
     saved = None
     if save:
@@ -81,7 +79,7 @@ def forward(
         out_specs=[specs.values, specs.state, specs.saved(plan) if save else None],
         out_shape=[
             type_like(x.v, x.v.shape, dtype),
-            type_like(x.v, (BHV, K, V), jnp.float32),
+            type_like(x.v, (cells * G, K, V), jnp.float32),
             saved,
         ],
         compiler_params=pltpu.CompilerParams(
