@@ -11,8 +11,8 @@ from tests.tolerances import TOLERANCES, assert_close
 
 pytestmark = pytest.mark.smoke
 
-B, T, H, HV, K, V = 1, 37, 1, 2, 8, 12  # two value heads per key head, two chunks and a piece
-CHUNK = 16
+B, T, H, HV, K, V = 1, 37, 1, 2, 8, 12  # two value heads per key head, a chunk and a piece
+CHUNK = 20  # two sub-blocks of a vector gate
 FORMS = ["recurrent", "associative", "chunkwise", "chunkwise_solve"]
 MEMBERS = {
     "linear": (),

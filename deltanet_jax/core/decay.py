@@ -67,10 +67,10 @@ def _summed_in_parts(
     Its rounding errors are several times smaller than those of one long sum. With one key for
     all tokens every entry of the system has the same error, and a chunk repeats it C times.
     """
-    *batch, C, K = x.shape
-    parts = math.gcd(K, PARTS)
-    x, y = (z.reshape(*batch, C, parts, K // parts) for z in (x, y))
-    return jnp.sum(dot("...inc,...jnc->...nij", x, y, precision), axis=-3)
+    parts = min(PARTS, x.shape[-1])
+    shares = zip(*(jnp.array_split(z, parts, axis=-1) for z in (x, y)), strict=True)
+    first, *others = (dot("...ik,...jk->...ij", a, b, precision) for a, b in shares)
+    return sum(others, start=first)
 
 
 def _range_sums(ranges: np.ndarray, g: Float[Array, "*B C D"]) -> Float[Array, "*B N D"]:

@@ -65,15 +65,16 @@ def _diagonal_inverses(strict: Float[Array, "*B C C"]) -> Float[Array, "*B N b b
     return _merge_inverse(jnp.stack(blocks, axis=-3))
 
 
-def _merge_inverse(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:
-    """`(I + L)^-1` of a block: of its two halves, then of the block below the diagonal."""
-    size = strict.shape[-1]
+def _merge_inverse(strict: Float[Array, "*B N b b"]) -> Float[Array, "*B N b b"]:
+    """`(I + L)^-1` of blocks: of their two halves, then of what is below the diagonal."""
+    N, size = strict.shape[-3], strict.shape[-1]
     if size <= ROWS or size % 2:
         return _substitute_rows(strict)
     half = size // 2
-    corners = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]], axis=-3)
-    inverse = _merge_inverse(corners)
-    first, second = inverse[..., 0, :, :], inverse[..., 1, :, :]
+    # Halves join the axis of the blocks: an axis more, and jaxlib 0.10.2 crashes on the sums.
+    halves = [strict[..., :half, :half], strict[..., half:, half:]]
+    inverse = _merge_inverse(jnp.concatenate(halves, axis=-3))
+    first, second = inverse[..., :N, :, :], inverse[..., N:, :, :]
     below = -_matmul(second, _matmul(strict[..., half:, :half], first))
     top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)

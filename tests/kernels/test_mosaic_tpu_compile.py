@@ -7,6 +7,7 @@ compiles for a described topology without opening a device. Skipped without libt
 import importlib.util
 import os
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,11 @@ VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # of one core
 
 
 def devices(chip: str) -> list:
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    jax.devices()  # so that this process's own backend has read XLA_FLAGS:
+    # libtpu reads them too when it loads, and aborts on one that it does not know.
+    with mock.patch.dict(os.environ, XLA_FLAGS=""):
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+    return topology.devices
 
 
 def arguments(sharding, shape, dtype=jnp.bfloat16, *, gate: bool, delta: bool = True) -> dict:
