@@ -40,7 +40,14 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, config: DeltaNetConfig, *, implementation: Choice, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: DeltaNetConfig,
+        *,
+        implementation: Choice,
+        context_axis: str | None,
+        rngs: nnx.Rngs,
+    ) -> None:
         norm = partial(
             RMSNorm,
             config.hidden_size,
@@ -52,6 +59,7 @@ class Block(nnx.Module):
         self.mixer = DeltaNet(
             **config.layer_options(),
             implementation=implementation,
+            context_axis=context_axis,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             rngs=rngs,
@@ -83,13 +91,19 @@ class DeltaNetLM(nnx.Module):
     """
 
     def __init__(
-        self, config: DeltaNetConfig, *, implementation: Choice = None, rngs: nnx.Rngs
+        self,
+        config: DeltaNetConfig,
+        *,
+        implementation: Choice = None,
+        context_axis: str | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
         """Make a model; embeddings start normal with deviation `hidden_size**-0.5`.
 
         Args:
             config: The shape of the model.
             implementation: Of every mixer; see `linear_attention`.
+            context_axis: Mesh axis that the time axis is sharded over; see `DeltaNet`.
             rngs: Source of randomness, stream `params`.
         """
         self.config = config
@@ -97,7 +111,7 @@ class DeltaNetLM(nnx.Module):
         table = jax.random.normal(rngs.params(), (vocab, D), jnp.dtype(config.param_dtype))
         self.embedding = parameter(table * D**-0.5, (VOCAB, EMBED))
         self.blocks = nnx.List(
-            Block(config, implementation=implementation, rngs=rngs)
+            Block(config, implementation=implementation, context_axis=context_axis, rngs=rngs)
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(

@@ -73,14 +73,19 @@ def next_token_loss(
 
     A target counts if it is real and in the segment of the token before it.
     """
-    logits = model(tokens, segment_ids=segment_ids, mask=mask)[:, :-1]
-    counted = jnp.ones(logits.shape[:2], bool)
+    logits = model(tokens, segment_ids=segment_ids, mask=mask)
+
+    # The targets move and the logits stay: whatever shards their time axis divides it still.
+    def after(x: jax.Array) -> jax.Array:
+        return jnp.roll(x, -1, axis=1)
+
+    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1, tokens.shape)
     if segment_ids is not None:
-        counted &= segment_ids[:, 1:] == segment_ids[:, :-1]
+        counted &= after(segment_ids) == segment_ids
     if mask is not None:
-        counted &= mask[:, 1:] & mask[:, :-1]
+        counted &= after(mask) & mask
     # A label outside the vocabulary, such as -100, is NaN even where it does not count.
-    labels = jnp.where(counted, tokens[:, 1:], 0)
+    labels = jnp.where(counted, after(tokens), 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return jnp.sum(losses, where=counted) / jnp.maximum(jnp.sum(counted), 1)
 
