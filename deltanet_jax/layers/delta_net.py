@@ -200,9 +200,9 @@ class DeltaNet(nnx.Module):
         if o.conv_size is None:
             return DeltaNetCache(state)
         past = o.conv_size - 1
-        keys = jnp.zeros((B, past, o.num_heads * o.width), dtype)
-        values = jnp.zeros((B, past, o.value_heads * o.value_dim), dtype)
-        return DeltaNetCache(state, keys, keys, values)
+        keys, values = o.num_heads * o.width, o.value_heads * o.value_dim
+        # Three arrays, though two are equal: the same buffer cannot be donated twice.
+        return DeltaNetCache(state, *(jnp.zeros((B, past, n), dtype) for n in (keys, keys, values)))
 
     def extend(
         self,
@@ -308,7 +308,7 @@ class DeltaNet(nnx.Module):
         cache: DeltaNetCache | None,
         runs: Int[Array, "B T"] | None,
         packing: Packing | None,
-        axis: str | None,
+        axis: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """Queries, keys and values per head, and the convolutions' part of the next cache."""
         o = self.options
