@@ -80,8 +80,13 @@ def config_of(options: TrainSharded) -> DeltaNetConfig:
     )
 
 
-def run(options: TrainSharded) -> dict[int, float]:
-    """Train; the loss of every step of this process's run, also written as it comes."""
+def run(options: TrainSharded, *, stop: int | None = None) -> dict[int, float]:
+    """Train; the loss of every step of this run, also written as it comes.
+
+    Args:
+        options: What to train; `steps` also sets the schedule of the learning rate.
+        stop: Do not begin this step, nor any later one.
+    """
     if options.coordinator is not None:
         jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id)
     config = config_of(options)
@@ -103,9 +108,9 @@ def run(options: TrainSharded) -> dict[int, float]:
 
     model, optimizer = make_sharded(create, mesh)
     if options.checkpoints is None:
-        return _train(options, mesh, model, optimizer, None)
+        return _train(options, mesh, model, optimizer, None, stop)
     with Checkpoints(options.checkpoints) as checkpoints:
-        return _train(options, mesh, model, optimizer, checkpoints)
+        return _train(options, mesh, model, optimizer, checkpoints, stop)
 
 
 def _train(
@@ -114,12 +119,13 @@ def _train(
     model: DeltaNetLM,
     optimizer: "nnx.Optimizer[DeltaNetLM]",
     checkpoints: Checkpoints | None,
+    stop: int | None,
 ) -> dict[int, float]:
     first, losses = 0, {}
     if checkpoints is not None and checkpoints.latest_step() is not None:
         first = checkpoints.restore(model, optimizer)
     with jax.set_mesh(mesh):
-        for step in range(first, options.steps):
+        for step in range(first, options.steps if stop is None else stop):
             tokens = put_batch(batch_of(options, step), mesh)
             losses[step] = float(train_step(model, optimizer, tokens)["loss"])
             if checkpoints is not None:

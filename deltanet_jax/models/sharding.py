@@ -90,8 +90,10 @@ def make_sharded(create: Callable[[], Modules], mesh: Mesh) -> Modules:
     def build() -> Modules:
         modules = create()
         graph, state = nnx.split(modules)
-        specs = nnx.get_named_sharding(state, mesh)
-        return nnx.merge(graph, jax.lax.with_sharding_constraint(state, specs))
+        constrain: Callable[..., Any] = jax.lax.with_sharding_constraint
+        placed = constrain(state, nnx.get_named_sharding(state, mesh))
+        merged: Modules = nnx.merge(graph, placed)
+        return merged
 
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         modules: Modules = build()
