@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deltanet_jax import compat
 from deltanet_jax.core.recurrence import accumulation_dtype
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.checks import check_per_token
@@ -185,7 +186,7 @@ class DeltaNetLM(nnx.Module):
         real = check_per_token("mask", mask, tokens.shape, np.bool_)
         if real is not None:
             ids = jnp.where(real, ids, 0)
-        return self.embedding[...][ids].astype(self.config.compute_dtype)
+        return compat.rows(self.embedding[...], ids).astype(self.config.compute_dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         """Features of the last block to logits, accumulated and kept in float32."""

@@ -54,6 +54,7 @@ def _start(problem: Problem) -> jax.Array:
     if problem.beta is not None:
         identity = jnp.broadcast_to(jnp.eye(K, dtype=acc), (B, HV, K, K))
         start = jnp.concatenate([identity, start], axis=-1)
+    start = compat.shard_like(start, problem.v, (0, 2, None, None))
     inputs = (problem.k, problem.v, problem.g, problem.beta, problem.reset)
     return compat.vary_like(start, *inputs)
 

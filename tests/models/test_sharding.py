@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,9 @@ def test_two_processes_and_a_kill_change_no_loss(tmp_path: Path) -> None:
     port = _free_port()
     processes = [_start(i, port, tmp_path) for i in (0, 1)]
     seen, output = {}, []
+    # Two processes that wait for each other must not hold up the other tests for ever.
+    deadline = threading.Timer(600, processes[0].kill)
+    deadline.start()
     try:
         assert processes[0].stdout is not None
         for line in processes[0].stdout:
@@ -132,6 +136,7 @@ def test_two_processes_and_a_kill_change_no_loss(tmp_path: Path) -> None:
             if len(seen) == 2:
                 break
     finally:
+        deadline.cancel()
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.communicate()
