@@ -52,8 +52,9 @@ def repeat(x: jax.Array, repeats: int, axis: int) -> jax.Array:
 def shard_like(x: jax.Array, like: jax.Array, axes: tuple[int | None, ...]) -> jax.Array:
     """`x` with axis `i` sharded as axis `axes[i]` of `like` is, on a mesh with explicit axes."""
     spec = _explicit_spec(like)
-    wanted = [None if axis is None or spec is None else spec[axis] for axis in axes]
-    return _reshard(x, wanted)
+    if spec is None:
+        return x
+    return _reshard(x, [None if axis is None else spec[axis] for axis in axes])
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -71,7 +72,8 @@ def on_whole_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
     spec = _explicit_spec(x)
     if spec is None:
         return function(x)
-    return _reshard(function(jax.sharding.reshard(x, _partition())), spec)
+    whole = _reshard(x, (None,) * x.ndim)
+    return _reshard(function(whole), spec)
 
 
 def _explicit_spec(x: jax.Array) -> tuple[object, ...] | None:
@@ -82,9 +84,10 @@ def _explicit_spec(x: jax.Array) -> tuple[object, ...] | None:
 
 
 def _reshard(x: jax.Array, spec: Sequence[object]) -> jax.Array:
-    if all(part is None for part in spec):
+    if tuple(spec) == (_explicit_spec(x) or (None,) * x.ndim):
         return x
-    return jax.sharding.reshard(x, _partition(*spec))
+    resharded: jax.Array = jax.sharding.reshard(x, _partition(*spec))  # type: ignore[no-untyped-call]
+    return resharded
 
 
 def _partition(*parts: object) -> PartitionSpec:

@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from deltanet_jax import parallel
@@ -69,7 +70,8 @@ def check(case: Case) -> None:
     shape = (1, case.tokens, case.heads)
     q, v = jnp.ones((*shape, case.K)), jnp.ones((*shape, case.V))
     beta, state = jnp.ones(shape), jnp.ones((1, case.heads, case.K, case.V))
-    mesh, time = jax.make_mesh((case.devices,), ("context",)), P(None, "context")
+    mesh = jax.make_mesh((case.devices,), ("context",), axis_types=(AxisType.Auto,))
+    time = P(None, "context")
     call = partial(parallel.linear_attention, axis_name="context", implementation="chunkwise")
     run = jax.shard_map(
         lambda q, k, v, beta, state: call(q, k, v, beta=beta, initial_state=state),
