@@ -17,6 +17,13 @@ from deltanet_jax.ops.api import (
     step,
     why_not,
 )
+from deltanet_jax.ops.packing import (
+    cu_seqlens_to_segment_ids,
+    lengths_to_cu_seqlens,
+    pack_padded,
+    pad_packed,
+    segment_ids_to_cu_seqlens,
+)
 
 __all__ = [
     "AssociativeDeltaNet",
@@ -24,12 +31,17 @@ __all__ = [
     "DeltaNet",
     "RecurrentDeltaNet",
     "__version__",
+    "cu_seqlens_to_segment_ids",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear_attention",
     "kimi_delta_attention",
+    "lengths_to_cu_seqlens",
     "linear_attention",
     "normalized_linear_attention",
+    "pack_padded",
+    "pad_packed",
+    "segment_ids_to_cu_seqlens",
     "step",
     "why_not",
 ]

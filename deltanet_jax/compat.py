@@ -1,10 +1,22 @@
 """Names that move between JAX releases, in one place."""
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-__all__ = ["enable_x64", "repeat", "type_like", "vary_like", "varying_axes"]
+__all__ = [
+    "enable_x64",
+    "on_whole_axes",
+    "repeat",
+    "rows",
+    "shard_like",
+    "type_like",
+    "vary_like",
+    "varying_axes",
+]
 
 
 def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
@@ -35,6 +47,52 @@ def repeat(x: jax.Array, repeats: int, axis: int) -> jax.Array:
     sharding = jax.typeof(x).sharding
     explicit = any(part is not None for part in sharding.spec)
     return jnp.repeat(x, repeats, axis=axis, out_sharding=sharding if explicit else None)
+
+
+def shard_like(x: jax.Array, like: jax.Array, axes: tuple[int | None, ...]) -> jax.Array:
+    """`x` with axis `i` sharded as axis `axes[i]` of `like` is, on a mesh with explicit axes."""
+    spec = _explicit_spec(like)
+    if spec is None:
+        return x
+    return _reshard(x, [None if axis is None else spec[axis] for axis in axes])
+
+
+def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]`, sharded as the ids are on a mesh with explicit axes."""
+    spec = _explicit_spec(ids)
+    out = None if spec is None else _partition(*spec, None)
+    return table.at[ids].get(out_sharding=out)
+
+
+def on_whole_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`function(x)` of an `x` that is gathered for it, and sharded as before afterwards.
+
+    Only for small arrays: on a mesh with explicit axes, what cuts a sharded axis must gather it.
+    """
+    spec = _explicit_spec(x)
+    if spec is None:
+        return function(x)
+    whole = _reshard(x, (None,) * x.ndim)
+    return _reshard(function(whole), spec)
+
+
+def _explicit_spec(x: jax.Array) -> tuple[object, ...] | None:
+    """How each axis of `x` is sharded over explicit axes of a mesh; `None` where none is."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    spec += (None,) * (x.ndim - len(spec))
+    return spec if any(part is not None for part in spec) else None
+
+
+def _reshard(x: jax.Array, spec: Sequence[object]) -> jax.Array:
+    if tuple(spec) == (_explicit_spec(x) or (None,) * x.ndim):
+        return x
+    resharded: jax.Array = jax.sharding.reshard(x, _partition(*spec))  # type: ignore[no-untyped-call]
+    return resharded
+
+
+def _partition(*parts: object) -> PartitionSpec:
+    make: Callable[..., PartitionSpec] = PartitionSpec
+    return make(*parts)
 
 
 def enable_x64(enabled: bool = True) -> object:

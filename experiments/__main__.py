@@ -16,11 +16,15 @@ from experiments.memory_capacity import run as run_memory_capacity
 from experiments.record import RecordError
 from experiments.scan_vs_chunk import PRESETS, ScanVsChunk
 from experiments.scan_vs_chunk import run as run_scan_vs_chunk
+from experiments.serving import Serving
+from experiments.serving import run as run_serving
 from experiments.tables import console
+from experiments.train_sharded import TrainSharded
+from experiments.train_sharded import run as run_train_sharded
 
 __all__ = ["main", "parse"]
 
-Options = ScanVsChunk | MemoryCapacity | CacheSize | DeltaAsSgd
+Options = ScanVsChunk | MemoryCapacity | CacheSize | DeltaAsSgd | Serving | TrainSharded
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -33,6 +37,8 @@ def parse(arguments: Sequence[str]) -> Options:
         | Annotated[MemoryCapacity, tyro.conf.subcommand("memory-capacity")]
         | Annotated[CacheSize, tyro.conf.subcommand("cache-size")]
         | Annotated[DeltaAsSgd, tyro.conf.subcommand("delta-as-sgd")]
+        | Annotated[Serving, tyro.conf.subcommand("serving")]
+        | Annotated[TrainSharded, tyro.conf.subcommand("train-sharded")]
     )
     return tyro.cli(
         commands,
@@ -63,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run_cache_size(options)
             case DeltaAsSgd():
                 run_delta_as_sgd(options)
+            case Serving():
+                run_serving(options)
+            case TrainSharded():
+                run_train_sharded(options)
     except (RecordError, ValueError) as error:
         console.print(f"error: {error}", style="red", soft_wrap=True)
         return 2

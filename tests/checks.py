@@ -12,7 +12,7 @@ from tests.cases import IMPLEMENTATIONS, Inputs
 from tests.oracle import Expected, cotangents_for
 from tests.tolerances import TOLERANCES, assert_close
 
-INTEGERS = ("segment_ids",)
+INTEGERS = ("segment_ids", "cu_seqlens")
 
 
 def call(inputs: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, jax.Array]:

@@ -101,6 +101,7 @@ def start_state(problem: Problem) -> Float[Array, "B HV K V"]:
         B, _, HV, V = problem.v.shape
         acc = accumulation_dtype(problem.q, problem.k, problem.v)
         state = jnp.zeros((B, HV, problem.k.shape[-1], V), acc)
+    state = compat.shard_like(state, problem.v, (0, 2, None, None))
     return compat.vary_like(state, problem.q, problem.k, problem.v, problem.g, problem.beta)
 
 

@@ -1,6 +1,12 @@
 """Flax layers: the token mixers."""
 
-from deltanet_jax.layers.cache import DeltaNetCache
+from deltanet_jax.layers.cache import (
+    DeltaNetCache,
+    copy_slots,
+    put_slots,
+    reset_slots,
+    select_slots,
+)
 from deltanet_jax.layers.delta_net import (
     AssociativeDeltaNet,
     ChunkwiseDeltaNet,
@@ -14,4 +20,8 @@ __all__ = [
     "DeltaNet",
     "DeltaNetCache",
     "RecurrentDeltaNet",
+    "copy_slots",
+    "put_slots",
+    "reset_slots",
+    "select_slots",
 ]

@@ -55,7 +55,7 @@ def check_per_token(name: str, x: object, shape: tuple[int, ...], kind: type) ->
 
 
 def check_cache(cache: object, wanted: DeltaNetCache) -> None:
-    """A cache with the shapes of `wanted`."""
+    """A cache with the shapes of `wanted`, and a state that is not of fewer bits."""
     if not isinstance(cache, DeltaNetCache):
         raise ValueError(
             f"`cache` must be what `init_cache` or `extend` returned; got {type(cache).__name__}"
@@ -67,3 +67,8 @@ def check_cache(cache: object, wanted: DeltaNetCache) -> None:
                 f"`cache.{name}` does not fit this layer and batch; "
                 f"got {shapes[0]}, wanted {shapes[1]}"
             )
+    if cache.state.dtype != wanted.state.dtype:
+        raise ValueError(
+            f"`cache.state` must be {wanted.state.dtype}: rounding would add up from token to "
+            f"token; got {cache.state.dtype}"
+        )

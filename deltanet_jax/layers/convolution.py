@@ -16,7 +16,7 @@ def causal_convolution(
     x: Float[Array, "B T D"],
     kernel: Float[Array, "W D"],
     inputs: Float[Array, "B W-1 D"] | None = None,
-    runs: Int[Array, "B T"] | None = None,
+    runs: Int[Array, "B T"] | Int[Array, "B W-1+T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """A convolution over time, each channel by itself, accumulated in float32.
 
@@ -29,13 +29,17 @@ def causal_convolution(
         kernel: Its last row weighs the present token.
         inputs: The `W - 1` inputs before these; zeros by default.
         runs: Number of the packed sequence that each token belongs to; a tap that would read
-            from another one reads zero; `inputs` belong to the first.
+            from another one reads zero; `inputs` belong to the first, unless the numbers
+            of theirs stand before the others.
     """
     W, T = kernel.shape[0], x.shape[1]
     acc = accumulation_dtype(x, kernel)
     past = _past(x, W, inputs)
     if runs is not None:
-        runs_past = jnp.pad(runs, [(0, 0), (W - 1, 0)], mode="edge" if T else "constant")
+        runs_past = runs
+        if runs.shape[1] == T:
+            runs_past = jnp.pad(runs, [(0, 0), (W - 1, 0)], mode="edge" if T else "constant")
+        runs = runs_past[:, W - 1 :]
     y = jnp.zeros(x.shape, acc)
     for j in range(W):
         tap = past[:, j : j + T].astype(acc)

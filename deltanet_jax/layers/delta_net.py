@@ -1,6 +1,5 @@
 """The token mixers: one layer, three forms of its recurrence."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,13 +9,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax import parallel
 from deltanet_jax.layers import checks
 from deltanet_jax.layers.cache import DeltaNetCache
-from deltanet_jax.layers.convolution import ShortConvolution, causal_convolution, next_inputs
-from deltanet_jax.layers.features import FEATURE_MAPS
+from deltanet_jax.layers.convolution import ShortConvolution, next_inputs
 from deltanet_jax.layers.gates import DecayParameters, bounded_strength, write_strength
-from deltanet_jax.layers.norms import NORMS, RMSNorm
+from deltanet_jax.layers.heads import activate_heads, key_features, value_features
+from deltanet_jax.layers.norms import RMSNorm
 from deltanet_jax.layers.options import LayerOptions, check_implementation
 from deltanet_jax.layers.padding import Packing, pack, runs_of
 from deltanet_jax.layers.parameters import EMBED, HEADS, LinearPrecision, projection
@@ -63,6 +62,7 @@ class DeltaNet(nnx.Module):
         norm_eps: float = 1e-5,
         chunk_size: int | None = None,
         implementation: Choice = None,
+        context_axis: str | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: LinearPrecision = None,
@@ -90,6 +90,10 @@ class DeltaNet(nnx.Module):
             norm_eps: Of the output norm.
             chunk_size: Tokens per chunk; each implementation has its default.
             implementation: Overrides the class attribute; see `linear_attention`.
+            context_axis: Mesh axis that the time axis is sharded over: of the mesh set by
+                `jax.set_mesh`, or of a surrounding `shard_map`. Devices then exchange maps of
+                the state and the convolutions' last inputs, never activations. Every mesh axis
+                must divide what it shards, and there is no `mask`.
             dtype: Of computation; by default what input and parameters promote to. States,
                 norms and gates are float32 in any case.
             param_dtype: Of parameters, but `A_log` and `dt_bias`, which are float32.
@@ -119,6 +123,7 @@ class DeltaNet(nnx.Module):
         )
         if implementation is not None:
             self.implementation = check_implementation(implementation)
+        self.context_axis = context_axis
         self.dtype = None if dtype is None else checks.check_dtype("dtype", dtype)
         self.param_dtype = checks.check_dtype("param_dtype", param_dtype)
         self.precision = precision
@@ -183,7 +188,7 @@ class DeltaNet(nnx.Module):
         Raises:
             ValueError: If a shape or dtype is wrong; the message names the argument.
         """
-        return self._mix(x, None, segment_ids, mask)[0]
+        return self._apply(x, None, segment_ids, mask)[0]
 
     def init_cache(self, batch_size: int) -> DeltaNetCache:
         """The cache before the first token."""
@@ -195,9 +200,9 @@ class DeltaNet(nnx.Module):
         if o.conv_size is None:
             return DeltaNetCache(state)
         past = o.conv_size - 1
-        keys = jnp.zeros((B, past, o.num_heads * o.width), dtype)
-        values = jnp.zeros((B, past, o.value_heads * o.value_dim), dtype)
-        return DeltaNetCache(state, keys, keys, values)
+        keys, values = o.num_heads * o.width, o.value_heads * o.value_dim
+        # Three arrays, though two are equal: the same buffer cannot be donated twice.
+        return DeltaNetCache(state, *(jnp.zeros((B, past, n), dtype) for n in (keys, keys, values)))
 
     def extend(
         self,
@@ -219,8 +224,37 @@ class DeltaNet(nnx.Module):
         """
         x = checks.check_input(x, self.options.hidden_size)
         checks.check_cache(cache, jax.eval_shape(partial(self.init_cache, x.shape[0])))
-        y, new = self._mix(x, cache, None, mask)
+        y, new = self._apply(x, cache, None, mask)
         return y, jax.tree.map(lambda old, part: part.astype(old.dtype), cache, new)
+
+    def _apply(
+        self,
+        x: Float[Array, "B T D"],
+        cache: DeltaNetCache | None,
+        segment_ids: Int[Array, "B T"] | None,
+        mask: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], DeltaNetCache]:
+        """Check, and mix here or along the context axis."""
+        x = checks.check_input(x, self.options.hidden_size)
+        segment_ids = checks.check_per_token("segment_ids", segment_ids, x.shape[:2], np.integer)
+        mask = checks.check_per_token("mask", mask, x.shape[:2], np.bool_)
+        axis = self.context_axis
+        if axis is None or (cache is not None and x.shape[1] == 1):
+            return self._mix(x, cache, segment_ids, mask)
+        if mask is not None:
+            raise ValueError(
+                "`mask` does not go with `context_axis`: pad on the right and leave it out, "
+                "since no token sees a later one"
+            )
+        mix = partial(self._mix, mask=None, axis=axis)
+        pair: tuple[jax.Array, DeltaNetCache] = parallel.along_context(
+            lambda x, segment_ids, cache: mix(x, cache, segment_ids),
+            axis,
+            x,
+            segment_ids,
+            shared=cache,
+        )
+        return pair
 
     def _mix(
         self,
@@ -228,28 +262,32 @@ class DeltaNet(nnx.Module):
         cache: DeltaNetCache | None,
         segment_ids: Int[Array, "B T"] | None,
         mask: Bool[Array, "B T"] | None,
+        axis: str | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaNetCache]:
-        x = checks.check_input(x, self.options.hidden_size)
-        segment_ids = checks.check_per_token("segment_ids", segment_ids, x.shape[:2], np.integer)
-        mask = checks.check_per_token("mask", mask, x.shape[:2], np.bool_)
+        """The tokens here; along `axis` they are this device's shard."""
         packing = None if mask is None else pack(mask)
         if packing is not None:
             x = packing.gather(x)
-        runs = None if segment_ids is None else runs_of(segment_ids, packing)
-        q, k, v, inputs = self._heads(x, cache, runs, packing)
+        runs = None
+        if segment_ids is not None:
+            runs = runs_of(segment_ids, packing) if axis is None else self._runs(segment_ids, axis)
+        q, k, v, inputs = self._heads(x, cache, runs, packing, axis)
         g, beta = self._gates(x, k)
         if packing is not None:
             # Behind the real tokens: nothing is read, written or forgotten.
             q, k, v, g, beta = jax.tree.map(packing.zero_padding, (q, k, v, g, beta))
-        one_token = cache is not None and x.shape[1] == 1
-        o, state = linear_attention(
+        one_token = cache is not None and axis is None and x.shape[1] == 1
+        operator = linear_attention
+        if axis is not None:
+            operator = partial(parallel.linear_attention, axis_name=axis)
+        o, state = operator(
             q,
             k,
             v,
             g=g,
             beta=beta,
             initial_state=None if cache is None else cache.state,
-            segment_ids=runs,
+            segment_ids=runs if axis is None else segment_ids,
             chunk_size=self.options.chunk_size,
             implementation="recurrent" if one_token else self.implementation,
             precision=self.precision,
@@ -257,25 +295,40 @@ class DeltaNet(nnx.Module):
         y = self._output(o, x)
         return y if packing is None else packing.scatter(y), DeltaNetCache(state, *inputs)
 
+    def _runs(self, segment_ids: Int[Array, "B T"], axis: str) -> Int[Array, "B W-1+T"]:
+        """Runs of a shard's tokens and of those that its convolutions look back to."""
+        past = (self.options.conv_size or 1) - 1
+        first = jnp.repeat(segment_ids[:, :1], past, axis=1)
+        before = parallel.halo(segment_ids, past, axis, first)
+        return runs_of(jnp.concatenate([before, segment_ids], axis=1))
+
     def _heads(
         self,
         x: Float[Array, "B T D"],
         cache: DeltaNetCache | None,
         runs: Int[Array, "B T"] | None,
         packing: Packing | None,
+        axis: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """Queries, keys and values per head, and the convolutions' part of the next cache."""
         o = self.options
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         heads = (o.num_heads, o.num_heads, o.value_heads)
-        features = partial(_key_features, options=o)
-        activations = (features, features, _value_features)
+        features = partial(key_features, options=o)
+        activations = (features, features, value_features)
         convs: tuple[ShortConvolution | None, ...] = (None, None, None)
         past: tuple[jax.Array | None, ...] = (None, None, None)
         if o.conv_size is not None:
             convs = (self.q_conv, self.k_conv, self.v_conv)
             past = past if cache is None else cache[1:]
-        q, k, v = map(partial(_activate, runs=runs), projected, convs, past, heads, activations)
+            if axis is not None:
+                look_back = partial(parallel.halo, width=o.conv_size - 1, axis_name=axis)
+                past = tuple(
+                    look_back(y, first=before) for y, before in zip(projected, past, strict=True)
+                )
+        q, k, v = map(
+            partial(activate_heads, runs=runs), projected, convs, past, heads, activations
+        )
         if cache is None or o.conv_size is None:
             return q, k, v, ()
         lengths = None if packing is None else packing.lengths
@@ -284,6 +337,8 @@ class DeltaNet(nnx.Module):
             for y, before in zip(projected, past, strict=True)
             if before is not None
         ]
+        if axis is not None:
+            inputs = [parallel.from_last(y, axis) for y in inputs]
         return q, k, v, tuple(inputs)
 
     def _gates(
@@ -312,37 +367,6 @@ class DeltaNet(nnx.Module):
         if self.options.use_output_gate:
             y = y * jax.nn.silu(self.g_proj(x))
         return self.o_proj(y)
-
-
-def _key_features(x: Float[Array, "B T H D"], options: LayerOptions) -> Float[Array, "B T H K"]:
-    features = FEATURE_MAPS[options.feature_map](x, options.dpfp_nu)
-    return NORMS[options.qk_norm](features)
-
-
-def _value_features(x: Float[Array, "B T HV V"]) -> Float[Array, "B T HV V"]:
-    return jax.nn.silu(x)
-
-
-def _activate(
-    projected: Float[Array, "B T HD"],
-    conv: ShortConvolution | None,
-    inputs: Float[Array, "B W-1 HD"] | None,
-    heads: int,
-    activation: Callable[[jax.Array], jax.Array],
-    *,
-    runs: Int[Array, "B T"] | None,
-) -> Float[Array, "B T H K"]:
-    """Convolution and activation in float32, rounded once; the backward keeps only the input."""
-
-    @jax.checkpoint
-    def activate(x: jax.Array, kernel: jax.Array | None) -> jax.Array:
-        y = x.astype(accumulation_dtype(x))
-        if kernel is not None:
-            y = causal_convolution(y, kernel, inputs, runs)
-        return activation(y.reshape(*y.shape[:2], heads, y.shape[2] // heads)).astype(x.dtype)
-
-    y: jax.Array = activate(projected, None if conv is None else conv.kernel[...])
-    return y
 
 
 class RecurrentDeltaNet(DeltaNet):

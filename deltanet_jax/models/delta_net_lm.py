@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deltanet_jax import compat
 from deltanet_jax.core.recurrence import accumulation_dtype
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.checks import check_per_token
@@ -40,7 +41,14 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, config: DeltaNetConfig, *, implementation: Choice, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: DeltaNetConfig,
+        *,
+        implementation: Choice,
+        context_axis: str | None,
+        rngs: nnx.Rngs,
+    ) -> None:
         norm = partial(
             RMSNorm,
             config.hidden_size,
@@ -52,6 +60,7 @@ class Block(nnx.Module):
         self.mixer = DeltaNet(
             **config.layer_options(),
             implementation=implementation,
+            context_axis=context_axis,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             rngs=rngs,
@@ -83,13 +92,19 @@ class DeltaNetLM(nnx.Module):
     """
 
     def __init__(
-        self, config: DeltaNetConfig, *, implementation: Choice = None, rngs: nnx.Rngs
+        self,
+        config: DeltaNetConfig,
+        *,
+        implementation: Choice = None,
+        context_axis: str | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
         """Make a model; embeddings start normal with deviation `hidden_size**-0.5`.
 
         Args:
             config: The shape of the model.
             implementation: Of every mixer; see `linear_attention`.
+            context_axis: Mesh axis that the time axis is sharded over; see `DeltaNet`.
             rngs: Source of randomness, stream `params`.
         """
         self.config = config
@@ -97,7 +112,7 @@ class DeltaNetLM(nnx.Module):
         table = jax.random.normal(rngs.params(), (vocab, D), jnp.dtype(config.param_dtype))
         self.embedding = parameter(table * D**-0.5, (VOCAB, EMBED))
         self.blocks = nnx.List(
-            Block(config, implementation=implementation, rngs=rngs)
+            Block(config, implementation=implementation, context_axis=context_axis, rngs=rngs)
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(
@@ -171,7 +186,7 @@ class DeltaNetLM(nnx.Module):
         real = check_per_token("mask", mask, tokens.shape, np.bool_)
         if real is not None:
             ids = jnp.where(real, ids, 0)
-        return self.embedding[...][ids].astype(self.config.compute_dtype)
+        return compat.rows(self.embedding[...], ids).astype(self.config.compute_dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         """Features of the last block to logits, accumulated and kept in float32."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
 
-__all__ = ["generate", "sample"]
+__all__ = ["check_sampling", "generate", "last_real", "sample"]
 
 _Carry = tuple[jax.Array, LMCache]
 
@@ -55,7 +55,7 @@ def generate(
         raise ValueError(f"`prompt` must be [B, T] with T >= 1; got {jnp.shape(prompt)}")
     if num_tokens < 0:
         raise ValueError(f"`num_tokens` must be >= 0; got {num_tokens}")
-    _check_sampling(temperature, top_k, model.config.vocab_size)
+    check_sampling(temperature, top_k, model.config.vocab_size)
     static = _Sampling(num_tokens, float(temperature), top_k)
     graph, state = nnx.split(model)
     tokens: jax.Array = _generate(state, prompt, mask, key, graph=graph, how=static)
@@ -76,7 +76,7 @@ def sample(
     return jnp.take_along_axis(token, rank[:, None], axis=1)[:, 0]
 
 
-def _check_sampling(temperature: float, top_k: int | None, vocab: int) -> None:
+def check_sampling(temperature: float, top_k: int | None, vocab: int) -> None:
     if not temperature >= 0:
         raise ValueError(f"`temperature` must be >= 0; got {temperature}")
     if top_k is not None and not 1 <= top_k <= vocab:
@@ -96,7 +96,7 @@ def _generate(
     model = nnx.merge(graph, state)
     x, cache = model.read(prompt, model.init_cache(prompt.shape[0]), mask=mask)
     # Logits of the whole prompt would take `T * vocab` floats a row.
-    last = model.logits(x[:, -1:] if mask is None else _last_real(x, mask))[:, 0]
+    last = model.logits(x[:, -1:] if mask is None else last_real(x, mask))[:, 0]
 
     def decode(carry: _Carry, key: Key[Array, ""]) -> tuple[_Carry, Int[Array, " B"]]:
         logits, cache = carry
@@ -108,7 +108,7 @@ def _generate(
     return tokens.T
 
 
-def _last_real(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1 D"]:
+def last_real(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1 D"]:
     """The features of the last real token of each row."""
     last = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     return jnp.take_along_axis(x, last[:, None, None], axis=1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deltanet_jax import compat
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
 
 try:
@@ -73,15 +74,22 @@ def next_token_loss(
 
     A target counts if it is real and in the segment of the token before it.
     """
-    logits = model(tokens, segment_ids=segment_ids, mask=mask)[:, :-1]
-    counted = jnp.ones(logits.shape[:2], bool)
+    logits = model(tokens, segment_ids=segment_ids, mask=mask)
+
+    # The targets move and the logits stay: whatever shards their time axis divides it still.
+    def after(x: jax.Array) -> jax.Array:
+        return compat.on_whole_axes(lambda y: jnp.roll(y, -1, axis=1), x)
+
+    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1, tokens.shape)
     if segment_ids is not None:
-        counted &= segment_ids[:, 1:] == segment_ids[:, :-1]
+        counted &= after(segment_ids) == segment_ids
     if mask is not None:
-        counted &= mask[:, 1:] & mask[:, :-1]
+        counted &= after(mask) & mask
     # A label outside the vocabulary, such as -100, is NaN even where it does not count.
-    labels = jnp.where(counted, tokens[:, 1:], 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    labels = jnp.where(counted, after(tokens), 0)
+    # A comparison, and not an index: it keeps every sharding of rows, tokens and vocabulary.
+    chosen = jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0)
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(chosen, axis=-1)
     return jnp.sum(losses, where=counted) / jnp.maximum(jnp.sum(counted), 1)
 
 

@@ -1,9 +1,7 @@
 """The public functions: one per member of the family, over one implementation table."""
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypedDict, TypeVar, Unpack, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from deltanet_jax.core import recurrence
 from deltanet_jax.core.recurrence import accumulation_dtype
-from deltanet_jax.ops import canonical, variants
+from deltanet_jax.ops import canonical, ragged, variants
+from deltanet_jax.ops.signature import checked_call, required
 from deltanet_jax.ops.variants import Implementation
 
 __all__ = [
@@ -31,8 +30,7 @@ Gate = Float[Array, "B T HV"] | Float[Array, "B T HV K"]
 Segments = Int[Array, "B T"]
 Result = tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+PER_CALL_ARRAYS = ("initial_state", "segment_ids", "cu_seqlens")
 
 
 class CallOptions(TypedDict, total=False):
@@ -41,6 +39,7 @@ class CallOptions(TypedDict, total=False):
     scale: float | None
     initial_state: Float[Array, "B HV K V"] | None
     segment_ids: Segments | None
+    cu_seqlens: Int[Array, " N+1"] | None
     chunk_size: int | None
     precision: jax.lax.PrecisionLike
 
@@ -51,43 +50,7 @@ class Options(CallOptions, total=False):
     implementation: Choice
 
 
-class CallError(ValueError, TypeError):
-    """A call whose arguments do not fit the signature; both of the errors people catch."""
-
-
-def _checked_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Spell out `**options` in the signature, and name the arguments when a call does not fit."""
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for p in signature.parameters.values():
-        if p.kind is p.VAR_KEYWORD:
-            keywords = get_type_hints(get_args(p.annotation)[0])
-            parameters += [
-                p.replace(name=name, kind=p.KEYWORD_ONLY, default=None, annotation=hint)
-                for name, hint in keywords.items()
-            ]
-    signature = signature.replace(parameters=parameters)
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            names = ", ".join(signature.parameters)
-            raise CallError(f"{function.__name__}() {error}; its arguments are {names}") from None
-        return function(*args, **kwargs)
-
-    wrapper.__signature__ = signature  # type: ignore[attr-defined]
-    return wrapper
-
-
-def _required(name: str, x: R | None) -> R:
-    if x is None:
-        raise ValueError(f"`{name}` is required here; got None (`linear_attention` takes None)")
-    return x
-
-
-@_checked_call
+@checked_call
 def linear_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -98,6 +61,7 @@ def linear_attention(
     scale: float | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Segments | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
     chunk_size: int | None = None,
     implementation: Choice = None,
     precision: jax.lax.PrecisionLike = None,
@@ -131,6 +95,12 @@ def linear_attention(
         initial_state: `S_0`, `[B, HV, K, V]` in any float dtype; zeros by default.
         segment_ids: Integers `[B, T]`. The state restarts from zero wherever the id changes;
             the first run starts from `initial_state`, and `final_state` belongs to the last.
+        cu_seqlens: Integers `[N+1]` for one row of `N` sequences (`B = 1`): sequence `n` holds
+            the tokens from `cu_seqlens[n]` up to `cu_seqlens[n+1]`, the first entry is 0, the
+            last `T`. `initial_state` and `final_state` are then `[N, HV, K, V]`, one per
+            sequence, and a sequence without tokens returns its own. Every batch of the same
+            `T` and `N` is one compilation; under `jit` the entries themselves cannot be
+            checked, and results for wrong ones are undefined.
         chunk_size: Tokens per chunk; each implementation has its default.
         implementation: `"recurrent"`, `"associative"`, `"chunkwise"` (WY form),
             `"chunkwise_solve"`, `"pallas"`, a callable `(problem, chunk_size) -> (o, state)`,
@@ -162,17 +132,23 @@ def linear_attention(
         scale=scale,
         initial_state=initial_state,
         segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
         precision=precision,
     )
     size = canonical.canonical_chunk_size(chunk_size)
     algorithm = variants.choose(implementation, problem, size)
+    if cu_seqlens is not None:
+        o, states = ragged.run_ragged(
+            problem, jnp.asarray(cu_seqlens), algorithm=algorithm, chunk_size=size
+        )
+        return o.astype(jnp.result_type(v)), states
     if problem.q.shape[1] == 0:
         return problem.v.astype(jnp.result_type(v)), recurrence.start_state(problem)
     o, final_state = variants.run(problem, algorithm=algorithm, chunk_size=size)
     return o.astype(jnp.result_type(v)), final_state
 
 
-@_checked_call
+@checked_call
 def delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -193,10 +169,10 @@ def delta_rule(
     References:
         Schlag et al., 2021, arXiv:2102.11174; Yang et al., 2024, arXiv:2406.06484.
     """
-    return linear_attention(q, k, v, beta=_required("beta", beta), **options)
+    return linear_attention(q, k, v, beta=required("beta", beta), **options)
 
 
-@_checked_call
+@checked_call
 def gated_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -218,10 +194,10 @@ def gated_delta_rule(
     References:
         Yang et al., 2024, arXiv:2412.06464.
     """
-    return linear_attention(q, k, v, g=_required("g", g), beta=_required("beta", beta), **options)
+    return linear_attention(q, k, v, g=required("g", g), beta=required("beta", beta), **options)
 
 
-@_checked_call
+@checked_call
 def gated_linear_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -243,10 +219,10 @@ def gated_linear_attention(
     References:
         Yang et al., 2023, arXiv:2312.06635.
     """
-    return linear_attention(q, k, v, g=_required("g", g), **options)
+    return linear_attention(q, k, v, g=required("g", g), **options)
 
 
-@_checked_call
+@checked_call
 def kimi_delta_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -267,13 +243,13 @@ def kimi_delta_attention(
     References:
         Kimi Team, 2025, arXiv:2510.26692.
     """
-    gate = _required("g", g)
+    gate = required("g", g)
     if getattr(gate, "ndim", None) != 4:
         raise ValueError(f"`g` must have shape [B, T, HV, K]; got {jnp.shape(gate)}")
-    return linear_attention(q, k, v, g=gate, beta=_required("beta", beta), **options)
+    return linear_attention(q, k, v, g=gate, beta=required("beta", beta), **options)
 
 
-@_checked_call
+@checked_call
 def normalized_linear_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -305,7 +281,7 @@ def normalized_linear_attention(
     return (o[..., :-1] / (o[..., -1:] + eps)).astype(v.dtype), final_state
 
 
-@_checked_call
+@checked_call
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
@@ -343,7 +319,7 @@ def step(
         g=_with_time("g", g),
         beta=_with_time("beta", beta),
         scale=scale,
-        initial_state=_required("state", state),
+        initial_state=required("state", state),
         segment_ids=None,
         precision=None,
     )
@@ -380,7 +356,7 @@ def why_not(
     """
     size = canonical.canonical_chunk_size(options.get("chunk_size"))
     arrays: dict[str, object] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    arrays |= {name: options.get(name) for name in ("initial_state", "segment_ids")}
+    arrays |= {name: options.get(name) for name in PER_CALL_ARRAYS}
     static = {name: options.get(name) for name in ("scale", "precision")}
     reasons = []
 

@@ -18,6 +18,7 @@ __all__ = [
     "canonical_scale",
     "check_array",
     "check_decay",
+    "check_offsets",
 ]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -119,6 +120,42 @@ def _canonical_reset(segment_ids: object, B: int, T: int) -> jax.Array | None:
     return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])[:, :T]
 
 
+def _check_cu_seqlens(cu_seqlens: object, segment_ids: object, B: int, T: int) -> int | None:
+    """The number of sequences of a ragged row; values are checked where they are known."""
+    if cu_seqlens is None:
+        return None
+    if segment_ids is not None:
+        raise ValueError("`cu_seqlens` and `segment_ids` exclude each other; got both")
+    check_offsets(cu_seqlens, T)
+    if B != 1:
+        raise ValueError(f"`cu_seqlens` describes one row; wanted `q` with B = 1, got B = {B}")
+    return len(cu_seqlens) - 1  # type: ignore[arg-type]
+
+
+def check_offsets(cu_seqlens: object, T: int | None) -> None:
+    """Integers `[N+1]` that rise from 0 to `T`, if it is given."""
+    wanted = "`cu_seqlens` must be an integer array [N+1] with N >= 1"
+    if not isinstance(cu_seqlens, jax.Array | np.ndarray):
+        raise ValueError(f"{wanted}; got {type(cu_seqlens).__name__}")
+    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(f"{wanted}; got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"{wanted}; got shape {cu_seqlens.shape}")
+    if isinstance(cu_seqlens, jax.core.Tracer):
+        return
+    values = np.asarray(cu_seqlens).astype(np.int64)
+    if values[0] != 0:
+        raise ValueError(f"`cu_seqlens` must start with 0; got {values[0]}")
+    falls = np.flatnonzero(np.diff(values) < 0)
+    if falls.size:
+        n = int(falls[0])
+        raise ValueError(
+            f"`cu_seqlens` must not fall; got {values[n]} and then {values[n + 1]} at {n + 1}"
+        )
+    if T is not None and values[-1] != T:
+        raise ValueError(f"`cu_seqlens` must end with T = {T}; got {values[-1]}")
+
+
 def canonical_problem(
     q: object,
     k: object,
@@ -130,8 +167,11 @@ def canonical_problem(
     initial_state: object,
     segment_ids: object,
     precision: object,
+    cu_seqlens: object = None,
 ) -> Problem:
     """Check everything and resolve every default.
+
+    With `cu_seqlens` the initial state is one per sequence, `[N, HV, K, V]`.
 
     Raises:
         ValueError: If an argument has the wrong type, rank, size or range.
@@ -147,10 +187,11 @@ def canonical_problem(
     acc = accumulation_dtype(q, k, v)
     if beta is not None:
         beta = check_array("beta", beta, "[B, T, HV]", (B, T, HV)).astype(acc)
+    sequences = _check_cu_seqlens(cu_seqlens, segment_ids, B, T)
     if initial_state is not None:
-        initial_state = check_array(
-            "initial_state", initial_state, "[B, HV, K, V]", (B, HV, K, V)
-        ).astype(acc)
+        axes = "[B, HV, K, V]" if sequences is None else "[N, HV, K, V]"
+        states = (B if sequences is None else sequences, HV, K, V)
+        initial_state = check_array("initial_state", initial_state, axes, states).astype(acc)
     return Problem(
         q=q.astype(dtype),
         k=k.astype(dtype),

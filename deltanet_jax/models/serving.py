@@ -1,0 +1,184 @@
+"""Continuous batching: requests come and go while one batch of slots keeps running.
+
+Every slot is a row of one cache whose size does not depend on how much its request has read,
+so there is no memory to page and none to run out of. One compiled program reads any number of
+tokens in every slot up to its width: a prompt's next piece in one, a sampled token in another,
+nothing in a third. It is compiled for two widths, a piece of a prompt and one token.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from deltanet_jax.layers.cache import reset_slots
+from deltanet_jax.layers.options import check_positive
+from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
+from deltanet_jax.models.generate import check_sampling, last_real, sample
+
+__all__ = ["Request", "Server"]
+
+
+@dataclass
+class Request:
+    """A prompt, and what has been sampled after it."""
+
+    prompt: np.ndarray  # int [T], T >= 1
+    num_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    unread: deque[int] = field(default_factory=deque)  # what its slot has still to read
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) >= self.num_tokens
+
+
+class Server:
+    """Serves requests of any lengths from a fixed number of slots; memory is constant."""
+
+    def __init__(
+        self,
+        model: DeltaNetLM,
+        num_slots: int,
+        *,
+        prefill: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> None:
+        """Set up empty slots.
+
+        Args:
+            model: The model; its parameters are read once, here.
+            num_slots: Requests that run at a time.
+            prefill: Tokens of a prompt that one step reads.
+            temperature: Divides the logits; 0 takes the most likely token.
+            top_k: Sample among this many most likely tokens; among all by default.
+            key: Source of randomness; needed unless `temperature` is 0.
+
+        Raises:
+            ValueError: If an argument is out of range; the message names it.
+        """
+        check_sampling(temperature, top_k, model.config.vocab_size)
+        if key is None:
+            if temperature != 0:
+                raise ValueError("`key` is required unless `temperature` is 0; got None")
+            key = jax.random.key(0)
+        self.prefill = check_positive("prefill", prefill)
+        self.slots: list[Request | None] = [None] * check_positive("num_slots", num_slots)
+        self.waiting: deque[Request] = deque()
+        self.sampled = 0  # tokens, of all requests
+        self._key = key
+        graph, self._state = nnx.split(model)
+        self._advance = partial(_advance, graph=graph, temperature=temperature, top_k=top_k)
+        self._vocab = model.config.vocab_size
+        self._cache = model.init_cache(num_slots)
+
+    def submit(self, prompt: Sequence[int] | np.ndarray, num_tokens: int) -> Request:
+        """Queue a request; its `tokens` fill up as `step` is called.
+
+        Raises:
+            ValueError: If the prompt is empty or holds what is no token, or `num_tokens` is not
+                positive.
+        """
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"`prompt` must be integers [T] with T >= 1; got {ids.dtype} {ids.shape}"
+            )
+        if ids.min() < 0 or ids.max() >= self._vocab:
+            raise ValueError(
+                f"`prompt` must hold tokens in [0, {self._vocab}); got {ids.min()} to {ids.max()}"
+            )
+        request = Request(ids, check_positive("num_tokens", num_tokens), unread=deque(ids.tolist()))
+        self.waiting.append(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting) or any(r is not None for r in self.slots)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the next step reads more than one token of any request."""
+        free = sum(r is None for r in self.slots)
+        running = [r for r in self.slots if r is not None]
+        return any(len(r.unread) > 1 for r in (*running, *islice(self.waiting, free)))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all slots; constant."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._cache))
+
+    def step(self) -> list[Request]:
+        """Read the next tokens of every slot, sample where a prompt is read; who is done."""
+        fresh = self._admit()
+        active = [r for r in self.slots if r is not None]
+        if not active:
+            return []
+        width = self.prefill if any(len(r.unread) > 1 for r in active) else 1
+        tokens = np.zeros((len(self.slots), width), np.int32)
+        counts = np.zeros(len(self.slots), np.int32)
+        for i, request in enumerate(self.slots):
+            if request is not None:
+                counts[i] = min(width, len(request.unread))
+                tokens[i, : counts[i]] = [request.unread.popleft() for _ in range(counts[i])]
+        self._key, key = jax.random.split(self._key)
+        sampled, self._cache = self._advance(self._state, self._cache, tokens, counts, fresh, key)
+        return self._collect(np.asarray(sampled))
+
+    def run(self) -> None:
+        """Step until every request is done."""
+        while self.busy:
+            self.step()
+
+    def _admit(self) -> np.ndarray:
+        """Give free slots to waiting requests; which slots are new."""
+        fresh = np.zeros(len(self.slots), bool)
+        for i, request in enumerate(self.slots):
+            if request is None and self.waiting:
+                self.slots[i], fresh[i] = self.waiting.popleft(), True
+        return fresh
+
+    def _collect(self, sampled: np.ndarray) -> list[Request]:
+        finished = []
+        for i, request in enumerate(self.slots):
+            if request is None or request.unread:
+                continue
+            self.sampled += 1
+            request.tokens.append(int(sampled[i]))
+            request.unread.append(int(sampled[i]))
+            if request.done:
+                finished.append(request)
+                self.slots[i] = None
+        return finished
+
+
+@partial(jax.jit, static_argnames=("graph", "temperature", "top_k"), donate_argnames=("cache",))
+def _advance(
+    state: nnx.State[Any, Any],
+    cache: LMCache,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    fresh: Bool[Array, " B"],
+    key: Key[Array, ""],
+    *,
+    graph: nnx.GraphDef[DeltaNetLM],
+    temperature: float,
+    top_k: int | None,
+) -> tuple[Int[Array, " B"], LMCache]:
+    """Read `counts[i]` tokens in slot `i`, from a zero state where it is fresh, and sample."""
+    model = nnx.merge(graph, state)
+    mask = jnp.arange(tokens.shape[1]) < counts[:, None]
+    features, cache = model.read(tokens, reset_slots(cache, fresh), mask=mask)
+    logits: Float[Array, "B vocab"] = model.logits(last_real(features, mask))[:, 0]
+    return sample(logits, key, temperature, top_k), cache

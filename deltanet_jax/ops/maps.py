@@ -1,0 +1,70 @@
+"""A whole sequence as one affine map of the state: what is left of it for what comes after."""
+
+import jax
+import jax.numpy as jnp
+
+from deltanet_jax import compat
+from deltanet_jax.core.affine import AffineMap
+from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy
+from deltanet_jax.core.recurrence import Problem, accumulation_dtype, decay_with_resets
+from deltanet_jax.ops.chunkwise import DEFAULT_CHUNK, SEGMENT_TOKENS
+from deltanet_jax.ops.layout import as_chunks, map_tokens, split_time, tokens_of
+
+__all__ = ["EXACT", "sequence_map"]
+
+# Maps are composed in full precision: their errors would multiply from one to the next.
+EXACT = jax.lax.Precision.HIGHEST
+
+
+def sequence_map(problem: Problem) -> AffineMap:
+    """`S -> A S + B` for all tokens of a problem; its initial state plays no part.
+
+    The map is linear in the columns of the state, so it is what the tokens make of the state
+    `[I | 0]` when the values of its first `K` columns are zero. Without the delta rule `A` is
+    the decay alone. Only one state per `SEGMENT_TOKENS` tokens is kept for the backward pass.
+    """
+    problem = problem.with_repeated_keys()
+    T, K = problem.k.shape[1], problem.k.shape[-1]
+    C = min(DEFAULT_CHUNK, T)
+    size = max(1, min(SEGMENT_TOKENS, T) // C) * C
+    segments = map_tokens(lambda x: split_time(x, size), tokens_of(problem))
+    precision = problem.precision
+
+    def chunk(columns: jax.Array, form: WYForm) -> tuple[jax.Array, None]:
+        if form.W is not None:
+            form = form._replace(U=jnp.pad(form.U, [(0, 0)] * (form.U.ndim - 1) + [(K, 0)]))
+        return form.advance(columns, form.writes(columns, precision), precision), None
+
+    def segment(columns: jax.Array, tokens: Chunk) -> tuple[jax.Array, None]:
+        return jax.lax.scan(chunk, columns, prepare_wy(as_chunks(tokens, C), precision))
+
+    segment = jax.checkpoint(segment, prevent_cse=False)
+    columns: jax.Array = jax.lax.scan(segment, _start(problem), segments)[0]
+    if problem.beta is not None:
+        return AffineMap(columns[..., :K], columns[..., K:])
+    return AffineMap(_whole_decay(problem, columns), columns)
+
+
+def _start(problem: Problem) -> jax.Array:
+    """`[I | 0]`, or zeros without the delta rule: `[B, HV, K, *]`."""
+    B, _, HV, V = problem.v.shape
+    K = problem.k.shape[-1]
+    acc = accumulation_dtype(problem.q, problem.k, problem.v)
+    start = jnp.zeros((B, HV, K, V), acc)
+    if problem.beta is not None:
+        identity = jnp.broadcast_to(jnp.eye(K, dtype=acc), (B, HV, K, K))
+        start = jnp.concatenate([identity, start], axis=-1)
+    start = compat.shard_like(start, problem.v, (0, 2, None, None))
+    inputs = (problem.k, problem.v, problem.g, problem.beta, problem.reset)
+    return compat.vary_like(start, *inputs)
+
+
+def _whole_decay(problem: Problem, like: jax.Array) -> jax.Array:
+    """The product of all decays, `[B, HV, K, 1]`."""
+    g = decay_with_resets(problem)
+    column = like[..., :1]
+    if g is None:
+        return jnp.ones_like(column)
+    decay = jnp.exp(jnp.sum(g, axis=1))
+    decay = decay[..., None] if g.ndim == 4 else decay[..., None, None]
+    return jnp.broadcast_to(decay, column.shape)

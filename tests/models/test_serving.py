@@ -1,0 +1,51 @@
+"""Requests that share a batch get what each would get alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from deltanet_jax.models import DeltaNetConfig, DeltaNetLM, Server, generate
+
+CONFIG = DeltaNetConfig(
+    vocab_size=17, hidden_size=8, num_layers=2, num_heads=2, gate="scalar", mlp_size=8
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DeltaNetLM(CONFIG, implementation="recurrent", rngs=nnx.Rngs(0))
+
+
+def test_requests_of_different_lengths_equal_each_alone(model):
+    """Five requests over two slots that start full of NaN."""
+    server = Server(model, 2, prefill=4)
+    server._cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), server._cache)
+    rng = np.random.default_rng(0)
+    lengths = [(1, 3), (9, 1), (4, 5), (2, 2), (5, 4)]
+    requests = [server.submit(rng.integers(0, 17, n), out) for n, out in lengths]
+    before = [x.shape for x in jax.tree.leaves(server._cache)]
+    server.run()
+    assert [x.shape for x in jax.tree.leaves(server._cache)] == before
+    longest = max(n for n, _ in lengths)
+    prompts = np.stack([np.pad(r.prompt, (longest - len(r.prompt), 0)) for r in requests])
+    mask = np.stack([np.arange(longest) >= longest - n for n, _ in lengths])
+    alone = generate(
+        model, jnp.asarray(prompts), 5, key=jax.random.key(0), temperature=0.0, mask=mask
+    )
+    for request, row in zip(requests, np.asarray(alone), strict=True):
+        assert request.tokens == row[: request.num_tokens].tolist()
+
+
+def test_wrong_requests_are_named(model):
+    server = Server(model, 1)
+    with pytest.raises(ValueError, match="`prompt` must be integers"):
+        server.submit([], 1)
+    with pytest.raises(ValueError, match=r"tokens in \[0, 17\); got 3 to 17"):
+        server.submit([3, 17], 1)
+    with pytest.raises(ValueError, match="`num_tokens` must be a positive"):
+        server.submit([3], 0)
+    with pytest.raises(ValueError, match="`key` is required"):
+        Server(model, 1, temperature=1.0)
+    assert server.step() == []
