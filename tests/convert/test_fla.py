@@ -115,10 +115,8 @@ def test_the_default_mlp_is_theirs(tmp_path):
 
 
 def test_a_tied_head_may_be_stored_twice_if_it_is_the_same(tmp_path):
-    config, tensors = (
-        CONFIGS["delta_net"] | {"tie_word_embeddings": True},
-        random_tensors("delta_net"),
-    )
+    config = CONFIGS["delta_net"] | {"tie_word_embeddings": True}
+    tensors = random_tensors("delta_net")
     with pytest.raises(ValueError, match="differs from model.embeddings.weight"):
         load_fla(write(tmp_path / "two", config, tensors))
     tensors["lm_head.weight"] = tensors["model.embeddings.weight"]
