@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.nnx import bridge
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax import AssociativeDeltaNet, ChunkwiseDeltaNet, RecurrentDeltaNet
 from deltanet_jax.layers.linen import logical_axes
@@ -42,7 +42,8 @@ def test_axes_keep_their_logical_names():
     specs = nn.get_partition_spec(abstract)["params"]
     for name, names in SPEC.items():
         assert specs[name]["kernel"] == PartitionSpec(*names)
-    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "model"), types, devices=jax.devices()[:2])
     rules = (("embed", None), ("heads", "model"))
     placed = nn.logical_to_mesh_sharding(specs, mesh, rules)
     assert placed["q_proj"]["kernel"].spec == PartitionSpec(None, "model")

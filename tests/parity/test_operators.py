@@ -101,7 +101,7 @@ REFERENCES = {
     ),
     "qwen3-next-chunks": (_qwen(qwen.torch_chunk_gated_delta_rule), "gated-delta-grouped", True),
 }
-B, T, K, V = 2, 64, 8, 12
+B, T, K, V = 2, 128, 8, 12  # two chunks of 64, where that is theirs
 
 
 def inputs_of(member: str, with_state: bool) -> dict[str, np.ndarray]:
