@@ -7,7 +7,7 @@ from flax import nnx
 __all__ = ["logical_axes"]
 
 
-def logical_axes(variable: "nnx.Variable[jax.Array]") -> "nn.LogicallyPartitioned[jax.Array]":
+def logical_axes(variable: "nnx.Variable[jax.Array]") -> nn.LogicallyPartitioned:
     """A parameter with its logical axes as Linen's own metadata, for the bridge's `metadata_fn`.
 
     The bridge's default metadata ignores the axis that `nn.scan` and `nn.vmap` add, and then
