@@ -38,7 +38,7 @@ def test_a_plain_jax_model_learns_and_decodes():
 def test_an_equinox_mixer_is_batched_differentiated_and_causal():
     mixer = Mixer(16, 2, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (3, 20, 16))
-    y = eqx.filter_jit(jax.vmap(mixer))(x)
+    y = eqx.filter_jit(lambda m, x: jax.vmap(m)(x))(mixer, x)
     np.testing.assert_allclose(y[1], mixer(x[1]), atol=1e-5)
     np.testing.assert_allclose(y[:, :9], jax.vmap(mixer)(x.at[:, 9:].set(0))[:, :9], atol=1e-5)
     gradient = eqx.filter_grad(lambda m: jnp.sum(jnp.sin(jax.vmap(m)(x))))(mixer)
