@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PARITY := .venv-parity
 WORKERS ?= 2
 ARGS ?=
 
 # A small BLAS pool: several test processes must not fight over the cores.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help ablation test test-tpu-compile lint format docs clean
+.PHONY: help ablation test test-parity test-tpu-compile lint format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -38,6 +39,17 @@ test-tpu-compile: $(READY)  ## the TPU kernels through the TPU's compiler, which
 		else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tpu-test]'; fi
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/test_mosaic_tpu_compile.py $(ARGS)
 
+# Pinned, because the tests reach into these packages. PyTorch's own files for a CPU need no CUDA.
+$(PARITY)/.ready: pyproject.toml setup.cfg
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'triton==3.9.0' \
+		'fla-core==0.6.0' 'flash-linear-attention==0.6.0' 'transformers==5.24.0' -e '.[test]'
+	@touch $@
+
+# Other libraries warn of what is theirs to mend.
+test-parity: $(PARITY)/.ready  ## the tests against PyTorch references, in an environment of their own
+	$(PARITY)/bin/python -m pytest -W default tests/parity $(ARGS)
+
 lint: $(READY)  ## style, types and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,5 +67,5 @@ docs: $(READY)  ## the documentation site, in docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 clean:  ## remove what was built, not what was measured
-	rm -rf $(VENV) .venv-newest build dist docs/_build *.egg-info uv.lock \
+	rm -rf $(VENV) $(PARITY) .venv-newest build dist docs/_build *.egg-info uv.lock \
 		.pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -1,6 +1,7 @@
 """Set up JAX for the tests: CPU with eight devices, and shapes checked at run time."""
 
 import importlib.metadata
+import importlib.util
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -35,6 +36,10 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 HARDWARE = {"gpu": "an NVIDIA GPU (JAX_PLATFORMS=cuda,cpu)", "tpu": "a TPU (JAX_PLATFORMS=tpu,cpu)"}
+
+
+# Its packages live in an environment of their own: `make test-parity`.
+collect_ignore = [] if importlib.util.find_spec("fla") else ["parity"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

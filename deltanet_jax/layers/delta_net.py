@@ -16,7 +16,7 @@ from deltanet_jax.layers.convolution import ShortConvolution, next_inputs
 from deltanet_jax.layers.gates import DecayParameters, bounded_strength, write_strength
 from deltanet_jax.layers.heads import activate_heads, key_features, value_features
 from deltanet_jax.layers.norms import RMSNorm
-from deltanet_jax.layers.options import LayerOptions, check_implementation
+from deltanet_jax.layers.options import OUTPUT_GATES, LayerOptions, check_implementation
 from deltanet_jax.layers.padding import Packing, pack, runs_of
 from deltanet_jax.layers.parameters import EMBED, HEADS, LinearPrecision, projection
 from deltanet_jax.ops.api import Choice, linear_attention
@@ -59,6 +59,7 @@ class DeltaNet(nnx.Module):
         dpfp_nu: int = 1,
         qk_norm: str = "l2",
         use_output_gate: bool = False,
+        output_gate_activation: str = "silu",
         norm_eps: float = 1e-5,
         chunk_size: int | None = None,
         implementation: Choice = None,
@@ -87,6 +88,7 @@ class DeltaNet(nnx.Module):
             dpfp_nu: With `"dpfp"`, its order: the key dim is `2 * dpfp_nu * head_dim`.
             qk_norm: `"l2"`, `"sum"` or `"none"`.
             use_output_gate: Multiply the normalised output by `silu(x W_g)`.
+            output_gate_activation: `"silu"`, or `"sigmoid"` in its place.
             norm_eps: Of the output norm.
             chunk_size: Tokens per chunk; each implementation has its default.
             implementation: Overrides the class attribute; see `linear_attention`.
@@ -118,6 +120,7 @@ class DeltaNet(nnx.Module):
             dpfp_nu=dpfp_nu,
             qk_norm=qk_norm,
             use_output_gate=use_output_gate,
+            output_gate_activation=output_gate_activation,
             norm_eps=norm_eps,
             chunk_size=chunk_size,
         )
@@ -365,7 +368,7 @@ class DeltaNet(nnx.Module):
     ) -> Float[Array, "B T D"]:
         y = self.o_norm(o).reshape(*o.shape[:2], o.shape[2] * o.shape[3])
         if self.options.use_output_gate:
-            y = y * jax.nn.silu(self.g_proj(x))
+            y = y * OUTPUT_GATES[self.options.output_gate_activation](self.g_proj(x))
         return self.o_proj(y)
 
 

@@ -4,15 +4,18 @@ import math
 import operator
 from dataclasses import dataclass
 
+import jax
+
 from deltanet_jax.layers.features import FEATURE_MAPS, feature_dim
 from deltanet_jax.layers.norms import NORMS
 from deltanet_jax.ops.api import Choice
 from deltanet_jax.ops.canonical import canonical_chunk_size
 from deltanet_jax.ops.variants import check_name
 
-__all__ = ["GATES", "LayerOptions", "check_implementation", "check_positive"]
+__all__ = ["GATES", "OUTPUT_GATES", "LayerOptions", "check_implementation", "check_positive"]
 
 GATES = ("none", "scalar", "vector")
+OUTPUT_GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def check_positive(name: str, value: object) -> int:
@@ -71,6 +74,7 @@ class LayerOptions:
     dpfp_nu: int = 1
     qk_norm: str = "l2"
     use_output_gate: bool = False
+    output_gate_activation: str = "silu"
     norm_eps: float = 1e-5
     chunk_size: int | None = None
 
@@ -85,6 +89,7 @@ class LayerOptions:
         check_choice("gate", self.gate, GATES)
         check_choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
         check_choice("qk_norm", self.qk_norm, tuple(NORMS))
+        check_choice("output_gate_activation", self.output_gate_activation, tuple(OUTPUT_GATES))
         canonical_chunk_size(self.chunk_size)
         for name in ("expand_v", "norm_eps"):
             check_positive_number(name, getattr(self, name))

@@ -53,7 +53,7 @@ class Checkpoints:
         saved = self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_pure(model, optimizer)),
+                state=ocp.args.PyTreeSave(_pure(model, optimizer)),
                 config=ocp.args.JsonSave(model.config.to_dict()),
             ),
             force=True,
@@ -81,7 +81,8 @@ class Checkpoints:
         Args:
             model: A model of the config that the checkpoint was written with; its
                 implementation may differ.
-            optimizer: An optimiser of the same kind, or `None` for a checkpoint without one.
+            optimizer: An optimiser of the same kind; `None` restores the model alone, whether
+                or not the checkpoint has an optimiser.
             step: Which checkpoint; the newest by default.
 
         Raises:
@@ -94,7 +95,11 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(jax.tree.map(_abstract, wanted))
+                state=ocp.args.PyTreeRestore(
+                    jax.tree.map(_abstract, wanted),
+                    restore_args=jax.tree.map(_as_it_is, wanted),
+                    partial_restore=optimizer is None,
+                )
             ),
         )["state"]
         for module, name in ((model, "model"), (optimizer, "optimizer")):
@@ -135,6 +140,10 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         x.shape, x.dtype, sharding=x.sharding
     )
+
+
+def _as_it_is(x: jax.Array) -> ocp.ArrayRestoreArgs:
+    return ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, strict=True)
 
 
 def _check_same_config(model: DeltaNetConfig, stored: DeltaNetConfig) -> None:

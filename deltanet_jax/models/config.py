@@ -19,7 +19,7 @@ MLP_MULTIPLE = 64  # the MLP's width is rounded up to a multiple of this
 class DeltaNetConfig:
     """Everything that fixes the parameters of a `DeltaNetLM`, and the dtype it computes in.
 
-    The fields from `num_heads` to `use_output_gate` are those of `DeltaNet`. `mlp_size` is the
+    The fields from `num_heads` to `chunk_size` are those of `DeltaNet`. `mlp_size` is the
     hidden width of the SwiGLU; by default 8/3 of `hidden_size`, rounded up to a multiple of 64.
 
     Raises:
@@ -41,6 +41,7 @@ class DeltaNetConfig:
     dpfp_nu: int = 1
     qk_norm: str = "l2"
     use_output_gate: bool = False
+    output_gate_activation: str = "silu"
     norm_eps: float = 1e-6
     chunk_size: int | None = None
     mlp_size: int | None = None

@@ -27,7 +27,13 @@ OPTIONS = {
     },
     "vector-dpfp-sum": {"gate": "vector", "feature_map": "dpfp", "dpfp_nu": 2, "qk_norm": "sum"},
     "bare": {"conv_size": None, "use_beta": False, "feature_map": "identity"},
-    "elu-sum-wide-conv": {"feature_map": "elu", "qk_norm": "sum", "conv_size": 7},
+    "elu-sum-wide-conv-sigmoid": {
+        "use_output_gate": True,
+        "output_gate_activation": "sigmoid",
+        "feature_map": "elu",
+        "qk_norm": "sum",
+        "conv_size": 7,
+    },
     "relu-vector-one-tap": {"feature_map": "relu", "gate": "vector", "conv_size": 1},
 }
 options = pytest.mark.parametrize("kwargs", OPTIONS.values(), ids=OPTIONS)

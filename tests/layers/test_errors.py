@@ -25,6 +25,7 @@ BAD_OPTIONS = [
     ("use_beta", {"use_beta": 1}, "1"),
     ("allow_neg_eigval", {"allow_neg_eigval": "yes"}, "'yes'"),
     ("use_output_gate", {"use_output_gate": None}, "None"),
+    ("output_gate_activation", {"output_gate_activation": "tanh"}, "'tanh'"),
     ("conv_size", {"conv_size": 0}, "0"),
     ("conv_size", {"conv_size": False}, "False"),
     ("feature_map", {"feature_map": "softmax"}, "'softmax'"),

@@ -1,0 +1,1 @@
+"""The library inside other libraries; each module is short enough to copy."""
