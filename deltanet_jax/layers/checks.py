@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from deltanet_jax.layers.cache import DeltaNetCache
-from deltanet_jax.layers.options import check_positive
+from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["check_batch_size", "check_cache", "check_dtype", "check_input", "check_per_token"]
 

@@ -1,7 +1,6 @@
 """The options of a layer, checked once; every message names the argument."""
 
 import math
-import operator
 from dataclasses import dataclass
 
 import jax
@@ -9,24 +8,13 @@ import jax
 from deltanet_jax.layers.features import FEATURE_MAPS, feature_dim
 from deltanet_jax.layers.norms import NORMS
 from deltanet_jax.ops.api import Choice
-from deltanet_jax.ops.canonical import canonical_chunk_size
+from deltanet_jax.ops.canonical import canonical_chunk_size, check_positive
 from deltanet_jax.ops.variants import check_name
 
-__all__ = ["GATES", "OUTPUT_GATES", "LayerOptions", "check_implementation", "check_positive"]
+__all__ = ["GATES", "OUTPUT_GATES", "LayerOptions", "check_implementation"]
 
 GATES = ("none", "scalar", "vector")
 OUTPUT_GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
-
-def check_positive(name: str, value: object) -> int:
-    """A positive `int`."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number <= 0 or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be a positive integer; got {value!r}")
-    return number
 
 
 def check_positive_number(name: str, value: object) -> None:
@@ -57,7 +45,7 @@ def check_implementation(implementation: Choice) -> Choice:
     return implementation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerOptions:
     """What `DeltaNet` was built with; `DeltaNet` documents the fields."""
 

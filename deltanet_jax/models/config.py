@@ -8,54 +8,49 @@ from typing import Any
 import jax.numpy as jnp
 
 from deltanet_jax.layers.checks import check_dtype
-from deltanet_jax.layers.options import LayerOptions, check_flag, check_positive
+from deltanet_jax.layers.options import LayerOptions, check_flag
+from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["DeltaNetConfig"]
 
 MLP_MULTIPLE = 64  # the MLP's width is rounded up to a multiple of this
 
 
-@dataclass(frozen=True)
-class DeltaNetConfig:
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig(LayerOptions):
     """Everything that fixes the parameters of a `DeltaNetLM`, and the dtype it computes in.
 
-    The fields from `num_heads` to `chunk_size` are those of `DeltaNet`. `mlp_size` is the
-    hidden width of the SwiGLU; by default 8/3 of `hidden_size`, rounded up to a multiple of 64.
+    The fields that are not listed here are those of `DeltaNet`.
+
+    Attributes:
+        vocab_size: Tokens that there are.
+        num_layers: Blocks of a mixer and an MLP.
+        norm_eps: Of all norms.
+        mlp_size: Hidden width of the SwiGLU; by default 8/3 of `hidden_size`, rounded up to a
+            multiple of 64.
+        tie_embeddings: Whether the head is the embedding, transposed.
+        dtype: That it computes in; by default `param_dtype`.
+        param_dtype: Of the parameters.
 
     Raises:
         ValueError: If a field has a value it cannot have; the message names it.
     """
 
     vocab_size: int
-    hidden_size: int
     num_layers: int
-    num_heads: int
-    head_dim: int | None = None
-    expand_v: float = 1.0
-    num_v_heads: int | None = None
-    gate: str = "none"
-    use_beta: bool = True
-    allow_neg_eigval: bool = False
-    conv_size: int | None = 4
-    feature_map: str = "silu"
-    dpfp_nu: int = 1
-    qk_norm: str = "l2"
-    use_output_gate: bool = False
-    output_gate_activation: str = "silu"
     norm_eps: float = 1e-6
-    chunk_size: int | None = None
     mlp_size: int | None = None
     tie_embeddings: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("vocab_size", "num_layers"):
             check_positive(name, getattr(self, name))
         if self.mlp_size is not None:
             check_positive("mlp_size", self.mlp_size)
         check_flag("tie_embeddings", self.tie_embeddings)
-        LayerOptions(**self.layer_options())
         for name in ("dtype", "param_dtype"):
             if name == "param_dtype" or self.dtype is not None:
                 object.__setattr__(self, name, check_dtype(name, getattr(self, name)).name)

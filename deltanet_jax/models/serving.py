@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from deltanet_jax.layers.cache import reset_slots
-from deltanet_jax.layers.options import check_positive
 from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
 from deltanet_jax.models.generate import check_sampling, last_real, sample
+from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["Request", "Server"]
 

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from deltanet_jax.layers.options import check_positive
 from deltanet_jax.layers.parameters import EMBED, HEADS, MLP, VOCAB
 from deltanet_jax.models.config import DeltaNetConfig
+from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["AXES", "RULES", "check_mesh", "make_mesh", "make_sharded", "put_batch"]
 

@@ -53,17 +53,22 @@ def check_decay(name: str, g: jax.Array) -> None:
         raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {float(jnp.max(g))}")
 
 
+def check_positive(name: str, value: object, wanted: str = "a positive integer") -> int:
+    """A positive `int`."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number <= 0 or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be {wanted}; got {value!r}")
+    return number
+
+
 def canonical_chunk_size(chunk_size: object) -> int | None:
     """A positive `int`, or `None`."""
     if chunk_size is None:
         return None
-    try:
-        size = operator.index(chunk_size)  # type: ignore[arg-type]
-    except TypeError:
-        size = 0
-    if size <= 0 or isinstance(chunk_size, bool):
-        raise ValueError(f"`chunk_size` must be a positive integer or None; got {chunk_size!r}")
-    return size
+    return check_positive("chunk_size", chunk_size, "a positive integer or None")
 
 
 def canonical_scale(scale: object, K: int) -> float:
