@@ -111,7 +111,8 @@ def test_only_maps_and_states_travel() -> None:
 def test_the_exchange_composes_in_order(devices: int) -> None:
     """`prefix` is the running composition of random maps that do not commute."""
     rng, exact = rng_for("prefix"), jax.lax.Precision.HIGHEST
-    maps = AffineMap(*(rng.standard_normal((devices, 3, n)).astype(np.float32) for n in (3, 2)))
+    draw = lambda n: jnp.asarray(rng.standard_normal((devices, 3, n)), jnp.float32)  # noqa: E731
+    maps = AffineMap(draw(3), draw(2))
     spec = P("context")
     run = jax.jit(
         jax.shard_map(
