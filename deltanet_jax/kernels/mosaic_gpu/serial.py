@@ -220,7 +220,7 @@ def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
 
 def launch(
     name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
-    *, values: str, reverse: bool, interpret,
+    *, values: str, reverse: bool, barriers: bool = True, interpret,
 ):  # fmt: skip
     """Runs `walk` in every computing warpgroup.
 
@@ -235,6 +235,8 @@ def launch(
         own: Scratch of each computing warpgroup: shapes of tiles by name.
         values: The input `[B, T, HV, V]` whose columns are shared out.
         reverse: Whether the last chunk comes first.
+        barriers: Whether the compiler orders the accesses to shared memory of a warpgroup; it
+            puts a barrier around each.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
@@ -257,7 +259,9 @@ def launch(
         grid_names=("program",),
         num_threads=plan.columns + 1,
         thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not barriers
+        ),
         interpret=interpret,
     )
     return dict(zip(outputs, kernel(*inputs.values()), strict=True))
