@@ -174,12 +174,8 @@ def _store(buffers, names, refs, plan: Plan, item):
         plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[place])
 
 
-def _matrix(ref) -> jax.Array:
-    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
-
-
 def _dot_rows(ref, x: jax.Array) -> jax.Array:
-    return (_matrix(ref) * x).sum(axis=1)
+    return (tiles.matrix(ref) * x).sum(axis=1)
 
 
 def _columns(plan: Plan, buffers, weights: str, keys: str) -> jax.Array:
@@ -200,7 +196,7 @@ def _overlap(plan: Plan, buffers) -> jax.Array:
         for j in range(0, plan.value_block, CHUNK)
     ]
     return sum(
-        _dot_rows(buffers["state"].at[at], _matrix(buffers["dstate"].at[at])) for at in squares
+        _dot_rows(buffers["state"].at[at], tiles.matrix(buffers["dstate"].at[at])) for at in squares
     )
 
 

@@ -26,7 +26,7 @@ SHAPE = (CHUNK, WIDTH)
 
 def _correct(plan: Plan, tile, place, decay):
     """`u` and `beta u` in registers."""
-    u = serial.matrix(tile["v"])
+    u = tiles.matrix(tile["v"])
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
         u *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)

@@ -8,7 +8,6 @@ warpgroup issues loads, one or two chunks ahead, and computes the scores of each
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
 
-__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "matrix", "plan_for", "vectors_of"]
+__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "plan_for", "vectors_of"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -108,11 +107,6 @@ def vectors_of(beta, b) -> dict:
     if b is not None:
         vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
     return vectors
-
-
-def matrix(ref) -> jax.Array:
-    """A tile as float32 registers."""
-    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
 
 
 def _stages(plan: Plan, values: str) -> dict:
