@@ -35,10 +35,11 @@ def _check(x, dtype="bfloat16", limits=None):
     [
         {"T": 130},
         {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
+        {"T": 70, "gate": 5.0},
         {"T": 64, "delta": False},
         {"T": 70, "delta": False, "gate": 5.0},
     ],
-    ids=["delta", "gated-delta", "linear", "gated-linear"],
+    ids=["delta", "gated-delta", "strong-gate", "linear", "gated-linear"],
 )
 def test_kernels_equal_the_recurrence(case):
     _check(inputs(**case))

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of the Hopper kernels for an H200, on a machine without a GPU."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,20 @@ device_description_str: "NVIDIA H200"
 """
 
 
+# Most bytes that a thread stores for want of registers, on jax 0.11.2 and 0.12.0.1; others none.
+KNOWN_SPILLS = {
+    (128, False): {"chunk_gradients": 100},
+    (128, True): {"chunk_gradients": 276},
+    (256, False): {"run_states": 104, "reverse_states": 16},
+    (256, True): {"run_states": 192, "reverse_states": 128, "chunk_gradients": 16},
+}
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated-delta"])
-@pytest.mark.parametrize("sizes", [(2, 256, 32, 128, 128), (1, 128, 2, 256, 256)])
-def test_forward_and_backward_compile_for_an_h200(sizes, gated):
+@pytest.mark.parametrize(
+    "sizes", [(1, 128, 2, 64, 64), (2, 256, 32, 128, 128), (1, 128, 2, 256, 256)], ids=str
+)
+def test_forward_and_backward_compile_for_an_h200(sizes, gated, monkeypatch, capfd):
     B, T, H, K, V = sizes
     topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
     device = topology.devices[0]
@@ -68,6 +80,11 @@ def test_forward_and_backward_compile_for_an_h200(sizes, gated):
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         lowered = jax.jit(both).trace(arrays, (values, state)).lower()
-    names = {"chunk_inverses", "run_states", "reverse_states", "chunk_gradients"}
-    text = lowered.compile().as_text()
-    assert all(name in text for name in names)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    lowered.compile()
+    log = capfd.readouterr().out
+    known = KNOWN_SPILLS.get((K, gated), {})
+    for name in ("chunk_inverses", "run_states", "reverse_states", "chunk_gradients"):
+        stores = re.search(rf"properties for {name}.*?(\d+) bytes spill stores", log, re.DOTALL)
+        assert stores, f"the compiler reported nothing about {name}"
+        assert int(stores.group(1)) <= known.get(name, 0), f"{name} spills more than is known"

@@ -41,11 +41,9 @@ def test_kernels_equal_the_recurrence(name, dtype):
         assert error <= limit, f"{tensor}: {error:.2e} above {limit}"
 
 
-@pytest.mark.xfail(reason="dg of gates to -5 is a sum of cancelling 16-bit terms: 4.9e-2 in bf16")
 def test_the_gradient_of_very_strong_gates():
     found = errors(mosaic_gpu.chunkwise, inputs(T=300, H=2, HV=2, gate=5.0))
-    assert max(error for name, error in found.items() if name != "dg") <= 6e-3, found
-    assert found["dg"] <= TOLERANCES["bfloat16"].gradient, found
+    assert max(found.values()) <= TOLERANCES["bfloat16"].gradient, found
 
 
 def test_the_hardest_keys_stay_within_8e_3():

@@ -9,8 +9,13 @@ exp(b_i - b_j)`; `dv` comes from the serial kernel::
     W  = scale * (exp(b_C - b) u G^T + Y^T q) - X^T k      what `k` writes, before beta
     dk = beta W - exp(b) dv S^T - (X beta_j) k             what it writes, minus what it reads
     dbeta = rowsum(k * W) = diag(dv u^T) / beta
-    db = rowsum(q * dq) + rowsum(k * dk) - 2 beta rowsum(k * W)
-    db_C += scale * (exp(b_C) <S, G> + sum_j beta_j exp(b_C - b_j) k_j . (u G^T)_j)
+    db = rowsum(q * dq) - rowsum(k * (exp(b) dv S^T + (X beta_j) k))
+         - scale * (z + rowsum(k * ((Y beta_j)^T q))) + rowsum(k * ((X beta_j)^T k))
+    db_C += scale * (exp(b_C) <S, G> + sum(z))       z = beta exp(b_C - b) rowsum(k * (u G^T))
+
+In the sum of `db` that is the gradient of `g`, a pair of tokens counts in the row of the later
+one and against it in the row of the earlier one. Both are taken from one 16-bit tile, `Y beta_j`
+or `X beta_j`, so that where gates are strong nothing is left but what the state carries.
 
 A persistent program per multiprocessor walks over (batch, chunk, head, block of K). One
 warpgroup computes `dq`, one `dk`; the third only issues loads, each tile's next load as soon
@@ -169,12 +174,18 @@ def _store(buffers, names, refs, plan: Plan, item):
         plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[place])
 
 
-def _matrix(ref) -> jax.Array:
-    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
-
-
 def _dot_rows(ref, x: jax.Array) -> jax.Array:
-    return (_matrix(ref) * x).sum(axis=1)
+    return (tiles.matrix(ref) * x).sum(axis=1)
+
+
+def _columns(plan: Plan, buffers, weights: str, keys: str) -> jax.Array:
+    """`colsum(E)` of `E_ij = weights_ij keys_i . k_j`.
+
+    The row sums of the same tile of weights are in `dq` and in what `k` reads; in the gradient of
+    a gate, both sides of a pair must cancel.
+    """
+    pair = tiles.transposed(buffers[weights]), buffers[keys]
+    return _dot_rows(buffers["k"], tiles.product((CHUNK, plan.key_block), pair))
 
 
 def _overlap(plan: Plan, buffers) -> jax.Array:
@@ -185,7 +196,7 @@ def _overlap(plan: Plan, buffers) -> jax.Array:
         for j in range(0, plan.value_block, CHUNK)
     ]
     return sum(
-        _dot_rows(buffers["state"].at[at], _matrix(buffers["dstate"].at[at])) for at in squares
+        _dot_rows(buffers["state"].at[at], tiles.matrix(buffers["dstate"].at[at])) for at in squares
     )
 
 
@@ -227,7 +238,10 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
     if plan.gated:
-        buffers["db_q"][...] = _dot_rows(buffers["q"], dq)
+        db = _dot_rows(buffers["q"], dq)
+        if plan.delta:
+            db -= plan.scale * _columns(plan, buffers, "y_beta", "q")
+        buffers["db_q"][...] = db
         buffers["overlap"][...] = sum(overlap)
     plgpu.commit_smem()
     plgpu.barrier_arrive(freed["keys"])
@@ -299,12 +313,18 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
         w = w * tiles.over_rows(beta, shape) - r
         exact = diagonal / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
         buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, exact, write)
-        write *= beta
         names += ["dbeta"]
     buffers["dk"][...] = w.astype(plan.dtype)
     if plan.gated:
-        buffers["db_k"][...] = _dot_rows(buffers["k"], w) - 2 * write
-        buffers["db_write"][...] = db_write * beta if plan.delta else db_write
+        db = -write
+        if plan.delta:
+            db_write *= beta
+            # Less what it writes, `dk` holds what `k` reads.
+            db = _dot_rows(buffers["k"], w) - beta * write - plan.scale * db_write
+        buffers["db_write"][...] = db_write
+        if plan.delta:
+            db += _columns(plan, buffers, "x_beta", "k")
+        buffers["db_k"][...] = db
         names += ["db_k", "db_write"]
     plgpu.commit_smem()
     plgpu.barrier_arrive(freed["keys"])

@@ -48,7 +48,7 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
     if plan.gated:
         decay = tiles.over_rows(jnp.exp(tiles.row(tile["b"])), SHAPE)
         dv *= decay
-        tile["do"][...] = (serial.matrix(tile["do"]) * decay).astype(plan.dtype)
+        tile["do"][...] = (tiles.matrix(tile["do"]) * decay).astype(plan.dtype)
         kept = tiles.over_rows(jnp.exp(tiles.row(tile["total"])), SHAPE)
         state = [block * kept for block in state]
     if plan.delta:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from deltanet_jax import compat
 from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.kernels.mosaic_gpu import split
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, why_not
@@ -112,7 +113,7 @@ def _batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @jax.custom_batching.custom_vmap
     def call(*arrays: Any) -> Any:
         # Index arithmetic inside the kernels is in 32 bits.
-        with jax.enable_x64(False):
+        with compat.enable_x64(False):
             return kernel(*arrays)
 
     @call.def_vmap

@@ -26,7 +26,7 @@ SHAPE = (CHUNK, WIDTH)
 
 def _correct(plan: Plan, tile, place, decay):
     """`u` and `beta u` in registers."""
-    u = serial.matrix(tile["v"])
+    u = tiles.matrix(tile["v"])
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
         u *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
@@ -43,6 +43,7 @@ def _correct(plan: Plan, tile, place, decay):
 
 def _store_writes(plan: Plan, refs, tile, tokens, u, write, decayed) -> None:
     """Fills the tiles that the last products read, and saves `u`."""
+    _settle()
     if not plan.only_state:
         tile["write"][...] = write.astype(plan.dtype)
     if "added" in tile or plan.only_state:
@@ -56,7 +57,7 @@ def _store_writes(plan: Plan, refs, tile, tokens, u, write, decayed) -> None:
 
 
 def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
-    """One chunk; returns the state after it."""
+    """One chunk; returns the state after it, and the outputs over `scale`."""
     _, wait_scores, free = barriers
     batch, head, columns = place
     tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
@@ -84,39 +85,61 @@ def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
     if plan.gated and "added" not in tile and not plan.only_state:
         # Shared memory is full at K = 256: the second use of one tile.
         (o,), last = accumulate(*last), []
+        _settle()
         tile["write"][...] = decayed.astype(plan.dtype)
         plgpu.commit_smem()
     added = tile.get("added", tile["write"])
     keys = [tiles.transposed(tile["k"].at[:, rows]) for rows in plan.rows]
     last += [(block, [(key, added)]) for block, key in zip(state, keys, strict=True)]
     done = accumulate(*last)
-    state = done[-len(state) :]
     free(chunk)
-    if not plan.only_state:
-        o = done[0] if len(done) > len(state) else o
-        tile["write"][...] = (o * plan.scale).astype(plan.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile["write"], refs["o"].at[tokens])
-    return state
+    if plan.only_state:
+        return done, None
+    return done[-len(state) :], done[0] if len(done) > len(state) else o
+
+
+def _settle() -> None:
+    """All warps are past their products, and no store reads shared memory any more."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
-    """The chunks of one warpgroup's columns."""
+    """The chunks of one warpgroup's columns.
 
-    def step(chunk, state):
-        # The stores of the chunk before read the tiles that this one fills.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    A tile is filled again only after `_settle` or `commit_smem` has held all warps since its
+    last use, so the compiler adds no barriers of its own.
+    """
+    place = batch, head, columns
+
+    def keep(state):
         for rows, block in zip(plan.rows, state, strict=True):
             own["state"].at[rows][...] = block.astype(plan.dtype)
-        plgpu.commit_smem()
-        if plan.save:
-            target = refs["states"].at[batch, chunk, head, :, columns]
-            plgpu.copy_smem_to_gmem(own["state"], target)
+
+    def save(chunk):
+        target = refs["states"].at[batch, chunk, head, :, columns]
+        plgpu.copy_smem_to_gmem(own["state"], target)
+
+    def step(chunk, state):
         tile = barriers[0](chunk)
-        return _chunk(plan, refs, tile, barriers, chunk, (batch, head, columns), list(state))
+        state, o = _chunk(plan, refs, tile, barriers, chunk, place, list(state))
+        _settle()
+        keep(state)
+        if o is not None:
+            own["write"][...] = (o * plan.scale).astype(plan.dtype)
+        plgpu.commit_smem()
+        if o is not None:
+            tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+            plgpu.copy_smem_to_gmem(own["write"], refs["o"].at[tokens])
+        if plan.save:
+            pl.when(chunk + 1 < plan.chunks)(lambda: save(chunk + 1))
+        return state
 
     places = [(batch, head, rows, columns) for rows in plan.rows]
     state = [tiles.load_f32(refs["start"].at[place]) for place in places]
+    keep(state)
+    plgpu.commit_smem()
+    if plan.save:
+        save(0)
     state = lax.fori_loop(0, plan.chunks, step, state)
     for place, block in zip(places, state, strict=True):
         refs["final"].at[place][...] = block
@@ -160,7 +183,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         inputs |= {"inverse": inverse}
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
-        values="v", reverse=False, interpret=interpret,
+        values="v", reverse=False, barriers=False, interpret=interpret,
     )  # fmt: skip
 
 
@@ -194,6 +217,6 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
-        values="v", reverse=False, interpret=interpret,
+        values="v", reverse=False, barriers=False, interpret=interpret,
     )["final"]  # fmt: skip
     return final[..., value_dim:], final[..., :value_dim]

@@ -7,9 +7,10 @@ Rows of one chunk, `D_ij = exp(b_i - b_j)`::
 `beta` stands on the columns, so that `u = T (v - exp(b) k S)` and the values that are written
 are `beta u`: every gradient is then free of divisions by `beta`.
 
-The inverse is never formed by powers of `L`. Blocks on the diagonal double in size, and only
-the block below each pair is new: `X <- X - X (L between the pair) X`. Products of 16-bit pairs
-(high and low halves, three products) keep 16 bits of mantissa, tf32 would keep 11.
+The inverse is never formed by powers of `L`. Blocks of 16 rows are inverted by substitution in
+float32; then blocks on the diagonal double in size, and only the block below each pair is new:
+`X <- X - X (L between the pair) X`. Products of 16-bit pairs (high and low halves, three
+products) keep 16 bits of mantissa, tf32 would keep 11.
 """
 
 import dataclasses
@@ -22,12 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
 
 __all__ = ["chunk_inverses"]
 
 CHUNK = tiles.CHUNK
-BLOCK = 16  # the smallest depth of a product
+BLOCK = lanes.BLOCK  # also the smallest depth of a product
 HALF = 2 * BLOCK
 
 
@@ -42,17 +43,23 @@ class Plan:
     key_dim: int
     dtype: jnp.dtype
     gated: bool
+    interpret: bool
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Tiles for the halves of the result; in bfloat16 a pair that nothing reads any more."""
+        return ("below_high", "below_low") if self.dtype == jnp.bfloat16 else ("left", "right")
 
 
 def _iota(axis: int, width: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=tiles.MATRIX)
 
 
-def _store_pair(pair, x: jax.Array) -> None:
+def _store_pair(pair, x: jax.Array, interpret: bool) -> None:
     """Stores `x` as the sum of two bfloat16 tiles."""
-    high = x.astype(jnp.bfloat16)
-    pair[0][...] = high
-    pair[1][...] = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    high = lanes.rounded(x, interpret=interpret)
+    pair[0][...] = high.astype(jnp.bfloat16)
+    pair[1][...] = (x - high).astype(jnp.bfloat16)
 
 
 def _at(pair, *index):
@@ -92,53 +99,35 @@ def _panel(x: jax.Array, blocks) -> jax.Array:
     return total
 
 
-def _inverse(x: jax.Array, below, inner, new) -> jax.Array:
-    """`(I + x)^-1` of a strictly lower triangular chunk; the tiles are scratch pairs.
+def _inverse(x: jax.Array, blocks, below, inner, new, interpret: bool):
+    """`(I + x)^-1` of a strictly lower triangular chunk, as its left and its right half.
 
     Two barriers for each merge are enough: a warp reads of a left operand only the rows that it
     wrote, and of a right operand nothing that is written before the next barrier.
     """
     narrow = (slice(None), pl.ds(0, BLOCK))
     left, right, middle = (_at(pair, *narrow) for pair in (below, inner, new))
-    row, column = _iota(0, BLOCK), _iota(1, BLOCK)
-    row_block, row = lax.div(row, BLOCK), lax.rem(row, BLOCK)
-    diagonal = _panel(x, (0, 1, 2, 3))
-
-    def merge(inverse, between, first, second):
-        _store_pair(left, between)
-        _store_pair(right, inverse)
-        plgpu.commit_smem()
-        product = _blockwise(left, right, first)
-        _store_pair(middle, product)
-        plgpu.commit_smem()
-        return _blockwise(right, middle, second)
-
-    def between(size):
-        place = lax.div(row, size)
-        pair = (lax.rem(place, 2) == 1) & (lax.div(column, size) == place - 1)
-        return jnp.where(pair, diagonal, 0.0)
-
-    inverse = jnp.where(row == column, 1.0, 0.0) - between(1)
-    for size in (2, 4, 8):
-        inverse -= merge(inverse, between(size), (0, 1, 2, 3), (0, 1, 2, 3))
-    sibling = _panel(x, (None, 0, None, 2))
-    lower = merge(inverse, sibling, (None, 0, None, 2), (None, 1, None, 3))
-    even = lax.rem(row_block, 2) == 0
-    halves = jnp.where(even, inverse, -lower), jnp.where(even, 0.0, inverse)
-    return _last_merge(x, jnp.concatenate(halves, axis=1), below, inner, new)
-
-
-def _last_merge(x: jax.Array, inverse: jax.Array, below, inner, new) -> jax.Array:
-    """From the inverses of the two halves, side by side as `[C, C / 2]`, to the whole."""
-    lower = _iota(0, HALF) >= HALF
-    _store_pair(below, jnp.where(lower, x[:, :HALF], 0.0))
-    _store_pair(inner, inverse)
+    store = functools.partial(_store_pair, interpret=interpret)
+    store(left, _panel(x, (None, 0, None, 2)))
+    inverse = lanes.block_inverses(_panel(x, (0, 1, 2, 3)), blocks, interpret=interpret)
+    store(right, inverse)
     plgpu.commit_smem()
-    _store_pair(new, _product(below, _at(inner, pl.ds(0, HALF), slice(None)), HALF))
+    store(middle, _blockwise(left, right, (None, 0, None, 2)))
+    plgpu.commit_smem()
+    lower = _blockwise(right, middle, (None, 1, None, 3))
+    even = lax.rem(lax.div(_iota(0, BLOCK), BLOCK), 2) == 0
+    inverse = jnp.concatenate(
+        (jnp.where(even, inverse, -lower), jnp.where(even, 0.0, inverse)), axis=1
+    )
+    # From the inverses of the two halves, side by side, to the whole.
+    bottom = _iota(0, HALF) >= HALF
+    store(below, jnp.where(bottom, x[:, :HALF], 0.0))
+    store(inner, inverse)
+    plgpu.commit_smem()
+    store(new, _product(below, _at(inner, pl.ds(0, HALF), slice(None)), HALF))
     plgpu.commit_smem()
     corner = _product(inner, _at(new, pl.ds(HALF, HALF), slice(None)), HALF)
-    sides = jnp.where(lower, -corner, inverse), jnp.where(lower, inverse, 0.0)
-    return jnp.concatenate(sides, axis=1)
+    return jnp.where(bottom, -corner, inverse), jnp.where(bottom, inverse, 0.0)
 
 
 def _body(plan: Plan, names, *args):
@@ -162,9 +151,14 @@ def _body(plan: Plan, names, *args):
     below = buffers["below_high"], buffers["below_low"]
     inner = buffers["inner_high"], buffers["inner_low"]
     new = buffers["new_high"], buffers["new_low"]
-    buffers["out"][...] = _inverse(x, below, inner, new).astype(plan.dtype)
+    sides = _inverse(x, buffers["blocks"], below, inner, new, plan.interpret)
+    for side, name in enumerate(plan.sides):
+        buffers[name][...] = sides[side].astype(plan.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers["out"], refs["out"].at[batch, chunk, head])
+    for side, name in enumerate(plan.sides):
+        columns = pl.ds(side * HALF, HALF)
+        target = refs["out"].at[batch, chunk, head, :, columns]
+        plgpu.copy_smem_to_gmem(buffers[name], target)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -182,13 +176,16 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     """
     batch, _, key_heads, key_dim = k.shape
     _, chunks, heads, _ = beta.shape
-    plan = Plan(batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None)
+    plan = Plan(
+        batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None, bool(interpret)
+    )
     pair = tiles.tile(CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
     vector = plgpu.SMEM((CHUNK,), jnp.float32)
     buffers = {"k": tiles.tile(CHUNK, key_dim, dtype=k.dtype), "beta": vector}
     buffers |= {"below_high": pair, "below_low": pair, "inner_high": pair, "inner_low": pair}
     buffers |= {"new_high": pair, "new_low": pair}
-    buffers |= {"out": tiles.tile(CHUNK, CHUNK, dtype=k.dtype)}
+    buffers |= {"blocks": plgpu.SMEM((CHUNK, BLOCK), jnp.float32)}
+    buffers |= {x: tiles.tile(CHUNK, HALF, dtype=k.dtype) for x in plan.sides if x not in buffers}
     inputs = {"k": k, "beta": beta}
     if b is not None:
         inputs |= {"b": b, "b_column": b}

@@ -8,7 +8,6 @@ warpgroup issues loads, one or two chunks ahead, and computes the scores of each
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
 
-__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "matrix", "plan_for", "vectors_of"]
+__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "plan_for", "vectors_of"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -108,11 +107,6 @@ def vectors_of(beta, b) -> dict:
     if b is not None:
         vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
     return vectors
-
-
-def matrix(ref) -> jax.Array:
-    """A tile as float32 registers."""
-    return plgpu.load(ref, layout=tiles.MATRIX).astype(jnp.float32)
 
 
 def _stages(plan: Plan, values: str) -> dict:
@@ -220,7 +214,7 @@ def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
 
 def launch(
     name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
-    *, values: str, reverse: bool, interpret,
+    *, values: str, reverse: bool, barriers: bool = True, interpret,
 ):  # fmt: skip
     """Runs `walk` in every computing warpgroup.
 
@@ -235,6 +229,8 @@ def launch(
         own: Scratch of each computing warpgroup: shapes of tiles by name.
         values: The input `[B, T, HV, V]` whose columns are shared out.
         reverse: Whether the last chunk comes first.
+        barriers: Whether the compiler orders the accesses to shared memory of a warpgroup; it
+            puts a barrier around each.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
@@ -257,7 +253,9 @@ def launch(
         grid_names=("program",),
         num_threads=plan.columns + 1,
         thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not barriers
+        ),
         interpret=interpret,
     )
     return dict(zip(outputs, kernel(*inputs.values()), strict=True))

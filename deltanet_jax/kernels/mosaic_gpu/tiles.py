@@ -17,6 +17,7 @@ __all__ = [
     "column",
     "decay_matrix",
     "load_f32",
+    "matrix",
     "named",
     "product",
     "products",
@@ -60,6 +61,11 @@ def transposed(ref):
 def load_f32(ref) -> jax.Array:
     """A block of a float32 array in device memory, in registers."""
     return plgpu.load(ref, layout=MATRIX, optimized=False)
+
+
+def matrix(ref) -> jax.Array:
+    """A 16-bit tile as float32 registers."""
+    return plgpu.load(ref, layout=MATRIX).astype(jnp.float32)
 
 
 def row(ref) -> jax.Array:

@@ -1,0 +1,113 @@
+"""What a thread does on its own: work for which Pallas, which has no threads, is too coarse.
+
+Written against the layer below Pallas; the interpreter gets the same results from `jax.lax`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+__all__ = ["BLOCK", "block_inverses", "rounded"]
+
+BLOCK = 16
+VECTOR = 4  # floats in one access
+WARP = 32
+
+
+def block_inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
+    """`(I + x_i)^-1` of every block of 16 rows, by substitution, one row to a thread.
+
+    As products these would be four dependent rounds through shared memory, each for a few
+    operations; a warp does a block in some 160 instructions on its own.
+
+    Args:
+        x: Strictly lower triangular blocks, one below the other, `[C, 16]` float32.
+        scratch: Shared memory, `[C, 16]` float32.
+        interpret: Whether the interpreter runs this.
+
+    Returns:
+        The inverses, in the place of their blocks.
+    """
+    if interpret:
+        blocks = x.reshape(-1, BLOCK, BLOCK)
+        eye = jnp.broadcast_to(jnp.eye(BLOCK), blocks.shape)
+        solved = jax.lax.linalg.triangular_solve(
+            blocks, eye, left_side=True, lower=True, unit_diagonal=True
+        )
+        return solved.reshape(x.shape)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    inlined = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
+    return inlined(_substitute)(x, scratch)
+
+
+def _substitute(ctx, x, scratch):
+    """A row `r` of the inverse solves `r (I + x) = e`: from the last column to the first.
+
+    A warp holds all 16 rows of its block of `x`, and reads nothing that another warp wrote.
+    """
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, math, vector
+
+    del ctx
+    f32, i32, index = ir.F32Type.get(), ir.IntegerType.get_signless(32), ir.IndexType.get()
+    packed = ir.VectorType.get((VECTOR,), f32)
+    x.store_untiled(scratch, optimized=False)
+    utils.warp_barrier()
+    thread = utils.thread_idx()
+    lane = arith.remui(thread, utils.c(BLOCK, i32))
+    # Both halves of a warp solve the same rows; each stores half of the columns.
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
+    first = arith.index_cast(index, arith.muli(warp, utils.c(BLOCK, i32)))
+    zero, one = utils.c(0.0, f32), utils.c(1.0, f32)
+
+    def unit(j):
+        own = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(j, i32))
+        return arith.select(own, one, zero)
+
+    row = [unit(j) for j in range(BLOCK)]
+    for i in range(BLOCK - 1, 0, -1):
+        source = arith.addi(first, utils.c(i, index))
+        factor = arith.negf(row[i])
+        for j in range(0, i, VECTOR):
+            loaded = vector.load(packed, scratch, [source, utils.c(j, index)])
+            for at in range(min(VECTOR, i - j)):
+                entry = vector.extract(loaded, dynamic_position=[], static_position=[at])
+                row[j + at] = math.fma(factor, entry, row[j + at])
+    utils.warp_barrier()
+    target = arith.addi(first, arith.index_cast(index, lane))
+    half = arith.remui(arith.divui(thread, utils.c(BLOCK, i32)), utils.c(2, i32))
+    upper = arith.cmpi(arith.CmpIPredicate.eq, half, utils.c(1, i32))
+    column = arith.muli(arith.index_cast(index, half), utils.c(BLOCK // 2, index))
+    for j in range(0, BLOCK // 2, VECTOR):
+        columns = range(j, j + VECTOR)
+        value = [arith.select(upper, row[i + BLOCK // 2], row[i]) for i in columns]
+        place = [target, arith.addi(column, utils.c(j, index))]
+        vector.store(vector.from_elements(packed, value), scratch, place)
+    utils.warp_barrier()
+    return type(x).load_untiled(scratch, layout=x.layout, optimized=False)
+
+
+def rounded(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """`x` in the precision of bfloat16, still as float32.
+
+    In integers: the conversion of one number at a time, which a cast and its inverse become,
+    takes four times as long as that of two.
+    """
+    if interpret:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_round)(x)
+
+
+def _round(ctx, x):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    bits = x.bitcast(i32, output_is_signed=False)
+    nearest = bits + utils.c(0x8000, i32)
+    return (nearest & utils.c(-0x10000, i32)).bitcast(ir.F32Type.get())
