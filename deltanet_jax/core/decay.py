@@ -18,7 +18,7 @@ from deltanet_jax.core.recurrence import dot
 
 __all__ = ["decay_from_start", "decay_to_end", "scores", "total_decay"]
 
-PARTS = 4  # shares of the channels that are summed apart
+SHARES = 2  # of the channels, that a system's products are summed over
 SUB_BLOCK = 16  # rows of a vector gate between two reference rows
 
 
@@ -51,26 +51,32 @@ def scores(
     if g is not None and g.shape[-1] != 1:
         products = _vector_scores(x, y, g, precision)
     else:
-        product = _summed_in_parts if strict else partial(dot, "...ik,...jk->...ij")
-        products = product(x, y, precision)
+        products = _gram(x, precision) if x is y else dot("...ik,...jk->...ij", x, y, precision)
         if g is not None:
             # Entries above the diagonal are sums over empty ranges, so no exponent is positive.
             products = products * jnp.exp(_pairwise_sums(g[..., 0]))
     return jnp.where(mask, products, 0)
 
 
-def _summed_in_parts(
-    x: Float[Array, "*B C K"], y: Float[Array, "*B C K"], precision: jax.lax.Precision | None
-) -> Float[Array, "*B C C"]:
-    """`x y^T` as a sum of `PARTS` products over shares of the channels.
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _gram(k: Float[Array, "*B C K"], precision: jax.lax.Precision | None) -> Float[Array, "*B C C"]:
+    """`k k^T` as a sum of products over shares of the channels.
 
     Its rounding errors are several times smaller than those of one long sum. With one key for
     all tokens every entry of the system has the same error, and a chunk repeats it C times.
     """
-    parts = min(PARTS, x.shape[-1])
-    shares = zip(*(jnp.array_split(z, parts, axis=-1) for z in (x, y)), strict=True)
-    first, *others = (dot("...ik,...jk->...ij", a, b, precision) for a, b in shares)
+    shares = jnp.array_split(k, min(SHARES, k.shape[-1]), axis=-1)
+    first, *others = (dot("...ik,...jk->...ij", x, x, precision) for x in shares)
     return sum(others, start=first)
+
+
+@_gram.defjvp
+def _gram_jvp(
+    precision: jax.lax.Precision | None, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`dk k^T` and its transpose: one product, and one in reverse mode."""
+    half = dot("...ik,...jk->...ij", tangents[0], primals[0], precision)
+    return _gram(primals[0], precision), half + jnp.swapaxes(half, -1, -2)
 
 
 def _range_sums(ranges: np.ndarray, g: Float[Array, "*B C D"]) -> Float[Array, "*B N D"]:
