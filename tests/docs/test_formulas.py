@@ -206,9 +206,10 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
         writes = form.writes(S, None)
         return chunk.read(x, S, writes, None), form.advance(S, writes, None)
 
-    solve = n + 8  # per token and column of the right-hand side: blocks of 8 rows
-    wy = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * (K + V))
-    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * V)
+    solve = n + 32  # per token and column of the right-hand side: blocks of 32 rows
+    merges = 640  # per token: 8 rows to 16, and 16 to 32
+    wy = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * (K + V) + merges)
+    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * V + merges)
     plain = n * (4 * K * V + 2 * n * K + 2 * n * V)
     maps = n * (2 * K * K + 2 * K * V)
     assert products(form_2, x, S) == wy
