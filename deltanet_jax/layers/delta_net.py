@@ -1,6 +1,7 @@
 """The token mixers: one layer, three forms of its recurrence."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -249,13 +250,18 @@ class DeltaNet(nnx.Module):
                 "`mask` does not go with `context_axis`: pad on the right and leave it out, "
                 "since no token sees a later one"
             )
-        mix = partial(self._mix, mask=None, axis=axis)
+        # The parameters go in by the door: arrays that a per-device function closes over keep the
+        # type they have outside.
+        layer, parameters = nnx.split(self)
+
+        def mix(
+            x: jax.Array, segment_ids: jax.Array | None, shared: tuple[Any, DeltaNetCache | None]
+        ) -> tuple[jax.Array, DeltaNetCache]:
+            parameters, cache = shared
+            return nnx.merge(layer, parameters)._mix(x, cache, segment_ids, None, axis)
+
         pair: tuple[jax.Array, DeltaNetCache] = parallel.along_context(
-            lambda x, segment_ids, cache: mix(x, cache, segment_ids),
-            axis,
-            x,
-            segment_ids,
-            shared=cache,
+            mix, axis, x, segment_ids, shared=(parameters, cache)
         )
         return pair
 
