@@ -103,7 +103,7 @@ def write(
 ) -> Float[Array, "*B K V"]:
     """`S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U~`."""
     keys_out = _scale(chunk.k, decay_to_end(chunk.g))
-    new = dot("...kc,...cv->...kv", jnp.swapaxes(keys_out, -1, -2), writes, precision)
+    new = dot("...ck,...cv->...kv", keys_out, writes, precision)
     return _scale(state, total_decay(chunk.g)) + new
 
 
