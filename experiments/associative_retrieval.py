@@ -203,7 +203,7 @@ def _finish(options: AssociativeRetrieval, record: Run) -> None:
 
 def draw(options: AssociativeRetrieval, found: dict[tuple[str, int, int], list[Row]]) -> Figure:
     """Loss and accuracy against the number of keys, both settings; bars span the seeds."""
-    fig, axes = figures.figure(2, 2, panel=(3.5, 2.6), sharex=True)
+    fig, axes = figures.figure(2, 2, panel=(3.5, 2.6), sharex=True, sharey="row")
     for column, (setting, title) in enumerate(SETTINGS.items()):
         for ax, metric in zip(axes[:, column], ("loss", "accuracy"), strict=True):
             for name in options.rules:
