@@ -7,37 +7,66 @@ from typing import Annotated
 
 import tyro
 
+from experiments.associative_retrieval import PRESETS as ASSOCIATIVE_RETRIEVAL
+from experiments.associative_retrieval import AssociativeRetrieval
+from experiments.associative_retrieval import run as run_associative_retrieval
 from experiments.cache_size import CacheSize
 from experiments.cache_size import run as run_cache_size
 from experiments.delta_as_sgd import DeltaAsSgd
 from experiments.delta_as_sgd import run as run_delta_as_sgd
 from experiments.memory_capacity import MemoryCapacity
 from experiments.memory_capacity import run as run_memory_capacity
+from experiments.pack_text import PackText
+from experiments.pack_text import run as run_pack_text
 from experiments.record import RecordError
-from experiments.scan_vs_chunk import PRESETS, ScanVsChunk
+from experiments.scan_vs_chunk import PRESETS as SCAN_VS_CHUNK
+from experiments.scan_vs_chunk import ScanVsChunk
 from experiments.scan_vs_chunk import run as run_scan_vs_chunk
 from experiments.serving import Serving
 from experiments.serving import run as run_serving
+from experiments.state_tracking import PRESETS as STATE_TRACKING
+from experiments.state_tracking import StateTracking
+from experiments.state_tracking import run as run_state_tracking
 from experiments.tables import console
 from experiments.train_sharded import TrainSharded
 from experiments.train_sharded import run as run_train_sharded
 
 __all__ = ["main", "parse"]
 
-Options = ScanVsChunk | MemoryCapacity | CacheSize | DeltaAsSgd | Serving | TrainSharded
+Options = (
+    ScanVsChunk
+    | StateTracking
+    | AssociativeRetrieval
+    | MemoryCapacity
+    | CacheSize
+    | DeltaAsSgd
+    | Serving
+    | PackText
+    | TrainSharded
+)
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The options of one experiment; the defaults of the ablation are its preset's."""
+    """The options of one experiment; where it has presets, its defaults are the preset's."""
+    preset = _preset(arguments)
     commands = (
         Annotated[
             ScanVsChunk,
-            tyro.conf.subcommand("scan-vs-chunk", default=PRESETS[_preset(arguments)]),
+            tyro.conf.subcommand("scan-vs-chunk", default=SCAN_VS_CHUNK[preset]),
+        ]
+        | Annotated[
+            StateTracking,
+            tyro.conf.subcommand("state-tracking", default=STATE_TRACKING[preset]),
+        ]
+        | Annotated[
+            AssociativeRetrieval,
+            tyro.conf.subcommand("associative-retrieval", default=ASSOCIATIVE_RETRIEVAL[preset]),
         ]
         | Annotated[MemoryCapacity, tyro.conf.subcommand("memory-capacity")]
         | Annotated[CacheSize, tyro.conf.subcommand("cache-size")]
         | Annotated[DeltaAsSgd, tyro.conf.subcommand("delta-as-sgd")]
         | Annotated[Serving, tyro.conf.subcommand("serving")]
+        | Annotated[PackText, tyro.conf.subcommand("pack-text")]
         | Annotated[TrainSharded, tyro.conf.subcommand("train-sharded")]
     )
     return tyro.cli(
@@ -53,7 +82,7 @@ def _preset(arguments: Sequence[str]) -> str:
     """The preset is needed before the rest is parsed; a wrong one is tyro's to refuse."""
     words = [part for word in arguments for part in word.split("=", 1)]
     named = [value for flag, value in itertools.pairwise(words) if flag == "--preset"]
-    return named[-1] if named and named[-1] in PRESETS else "cpu"
+    return named[-1] if named and named[-1] in SCAN_VS_CHUNK else "cpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         match options:
             case ScanVsChunk():
                 return run_scan_vs_chunk(options)
+            case StateTracking():
+                return run_state_tracking(options)
+            case AssociativeRetrieval():
+                return run_associative_retrieval(options)
             case MemoryCapacity():
                 run_memory_capacity(options)
             case CacheSize():
@@ -71,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run_delta_as_sgd(options)
             case Serving():
                 run_serving(options)
+            case PackText():
+                run_pack_text(options)
             case TrainSharded():
                 run_train_sharded(options)
     except (RecordError, ValueError) as error:

@@ -5,6 +5,7 @@ that was killed goes on from its last checkpoint as if nothing had happened, on 
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
 from deltanet_jax.models.checkpoint import Checkpoints
 from deltanet_jax.models.sharding import check_mesh, make_mesh, make_sharded, put_batch
 from deltanet_jax.models.training import make_optimizer, train_step
+from experiments.tasks.corpus import Corpus, prefetch
 
 __all__ = ["TrainSharded", "run"]
+
+Rows = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class TrainSharded:
     """Layers."""
     vocab_size: int = 64
     """Tokens of the vocabulary."""
+    corpus: Path | None = None
+    """What to train on, written by `python -m experiments pack-text`; patterns by default."""
     learning_rate: float = 1e-2
     """Highest learning rate."""
     implementation: str = "chunkwise"
@@ -68,6 +74,23 @@ def batch_of(options: TrainSharded, step: int) -> np.ndarray:
     period = max(1, options.tokens // 3)
     part = rng.integers(0, options.vocab_size, (options.batch, period))
     return np.tile(part, (1, 4))[:, : options.tokens].astype(np.int32)
+
+
+def source_of(options: TrainSharded) -> Callable[[int], Rows]:
+    """Tokens and `segment_ids` of a step, which every process computes for itself.
+
+    Raises:
+        ValueError: If the corpus cannot be used, or has tokens outside the vocabulary.
+    """
+    if options.corpus is None:
+        return lambda step: (batch_of(options, step), None)
+    corpus = Corpus.open(options.corpus, options.tokens)
+    if corpus.largest >= options.vocab_size:
+        raise ValueError(
+            f"`vocab_size` must be above the corpus's largest token {corpus.largest}; "
+            f"got {options.vocab_size}"
+        )
+    return lambda step: corpus.batch(seed=0, step=step, batch_size=options.batch)
 
 
 def config_of(options: TrainSharded) -> DeltaNetConfig:
@@ -125,9 +148,10 @@ def _train(
     if checkpoints is not None and checkpoints.latest_step() is not None:
         first = checkpoints.restore(model, optimizer)
     with jax.set_mesh(mesh):
-        for step in range(first, options.steps if stop is None else stop):
-            tokens = put_batch(batch_of(options, step), mesh)
-            losses[step] = float(train_step(model, optimizer, tokens)["loss"])
+        steps = range(first, options.steps if stop is None else stop)
+        for step, batch in zip(steps, prefetch(source_of(options), steps), strict=True):
+            tokens, segment_ids = (None if x is None else put_batch(x, mesh) for x in batch)
+            losses[step] = float(train_step(model, optimizer, tokens, segment_ids)["loss"])
             if checkpoints is not None:
                 checkpoints.save(step + 1, model, optimizer)
             # One short write a line: whoever reads the pipe sees a step once it is complete.

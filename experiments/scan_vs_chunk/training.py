@@ -3,10 +3,8 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.progress import Progress
@@ -14,6 +12,7 @@ from rich.progress import Progress
 from deltanet_jax import AssociativeDeltaNet, ChunkwiseDeltaNet, RecurrentDeltaNet
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
 from deltanet_jax.models.training import make_optimizer, train_step
+from experiments.checkpoint import load, save
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.options import ScanVsChunk
 from experiments.tasks.text import Text, batch, read_text
@@ -126,25 +125,6 @@ def _train_arm(
 
 def _checkpoint_name(arm: str) -> str:
     return f"checkpoint-{ARMS[arm]}.npz"
-
-
-def save(path: Path, state: nnx.State, step: int) -> None:
-    """The state after `step` steps, bit for bit; the file is the old or the new one, whole."""
-    leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        np.savez(file, step=step, **leaves)
-    part.replace(path)
-
-
-def load(path: Path, state: nnx.State) -> tuple[nnx.State, int]:
-    """The state of a checkpoint and its number of steps; `state` itself if there is none."""
-    if not path.exists():
-        return state, 0
-    leaves, tree = jax.tree.flatten(state)
-    with np.load(path) as file:
-        restored = [jnp.asarray(file[str(i)]) for i in range(len(leaves))]
-        return jax.tree.unflatten(tree, restored), int(file["step"])
 
 
 def steps_of(record: Run, arm: str) -> list[Row]:

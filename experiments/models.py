@@ -1,0 +1,116 @@
+"""Small language models of one shape that differ in one thing: the memory of their mixers."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from deltanet_jax import DeltaNet
+from deltanet_jax.layers.convolution import ShortConvolution, causal_convolution
+from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
+
+__all__ = ["LOOKS", "MEMORIES", "AdditiveNet", "Memory", "SoftmaxAttention", "make_model"]
+
+Memory = Literal["softmax", "sum", "decay", "delta", "gated-delta"]
+
+MEMORIES: dict[str, str] = {
+    "softmax": "softmax attention",
+    "sum": "linear attention",
+    "decay": "scalar GLA",
+    "delta": "DeltaNet",
+    "gated-delta": "Gated DeltaNet",
+}
+# Colour and marker in every figure.
+LOOKS = {
+    "softmax": ("black", "o"),
+    "sum": ("orange", "s"),
+    "decay": ("pink", "D"),
+    "delta": ("blue", "^"),
+    "gated-delta": ("green", "v"),
+}
+
+
+class AdditiveNet(DeltaNet):
+    """`DeltaNet` without its rule: every pair is added to the state, which may decay."""
+
+    def _gates(
+        self, x: Float[Array, "B T D"], k: Float[Array, "B T H K"]
+    ) -> tuple[jax.Array | None, None]:
+        return super()._gates(x, k)[0], None
+
+
+class SoftmaxAttention(nnx.Module):
+    """Causal softmax attention behind the same projections and convolutions; a baseline only.
+
+    Positions are rotary (Su et al., 2021, arXiv:2104.09864).
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, conv_size: int | None, rngs: nnx.Rngs
+    ) -> None:
+        """`hidden_size` must be a multiple of `2 * num_heads`."""
+        self.num_heads = num_heads
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        for name in names:
+            setattr(self, name, nnx.Linear(hidden_size, hidden_size, use_bias=False, rngs=rngs))
+        self.conv_size = conv_size
+        if conv_size is not None:
+            for name in ("q_conv", "k_conv", "v_conv"):
+                conv = ShortConvolution(hidden_size, conv_size, param_dtype=jnp.float32, rngs=rngs)
+                setattr(self, name, conv)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attend to all earlier tokens of the same segment; there is no padding."""
+        if mask is not None:
+            raise ValueError("`mask` is not for this baseline; got one")
+        q, k, v = (self._heads(x, name, segment_ids) for name in "qkv")
+        seen = None
+        if segment_ids is not None:
+            seen = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        y = jax.nn.dot_product_attention(rotate(q), rotate(k), v, mask=seen, is_causal=True)
+        return self.o_proj(y.reshape(x.shape))
+
+    def _heads(
+        self, x: Float[Array, "B T D"], name: str, runs: Int[Array, "B T"] | None
+    ) -> Float[Array, "B T H K"]:
+        y = getattr(self, f"{name}_proj")(x)
+        if self.conv_size is not None:
+            y = causal_convolution(y, getattr(self, f"{name}_conv").kernel[...], None, runs)
+        return y.reshape(*y.shape[:2], self.num_heads, -1)
+
+
+def rotate(x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    """Turn the pair of channels `(i, i + K/2)` at token `t` by `t / 10000^(2i/K)`."""
+    half = x.shape[-1] // 2
+    rates = 10000.0 ** (-jnp.arange(half) / half)
+    angles = (jnp.arange(x.shape[1])[:, None] * rates)[:, None]  # [T, 1, K/2]
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def make_model(config: DeltaNetConfig, memory: str, rngs: nnx.Rngs) -> DeltaNetLM:
+    """The language model of this config, with this memory in every block."""
+    gate = "scalar" if memory in ("decay", "gated-delta") else "none"
+    additive = memory in ("sum", "decay")
+    options = config.layer_options() | {"gate": gate}
+    if additive:
+        options |= {"use_beta": False, "allow_neg_eigval": False}
+    plain = DeltaNetConfig.from_dict(config.to_dict() | options)
+    model = DeltaNetLM(plain, rngs=rngs)
+    for block in model.blocks:
+        if additive:
+            block.mixer = AdditiveNet(**options, rngs=rngs)
+        elif memory == "softmax":
+            block.mixer = SoftmaxAttention(
+                config.hidden_size, config.num_heads, conv_size=config.conv_size, rngs=rngs
+            )
+    return model

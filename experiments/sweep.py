@@ -1,0 +1,266 @@
+"""Many small trainings, recorded as they go: the seeds of one case run side by side.
+
+Parameters, batches and evaluations are functions of seed and step alone, and the state is
+kept after every block of steps: a run that was killed goes on as if nothing had happened.
+"""
+
+import dataclasses
+import itertools
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from rich.progress import Progress
+
+from experiments import checkpoint
+from experiments.progress import progress_bar
+from experiments.record import Row, Run
+from experiments.tables import console
+
+__all__ = ["Case", "Sweep", "best_rate", "cross_entropy", "run_sweep", "spread", "train"]
+
+Options = TypeVar("Options", bound="Sweep")
+Model = Any  # any nnx module; each case calls its own
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What every sweep of small trainings can be told."""
+
+    preset: Literal["cpu", "gpu"] = "cpu"
+    """Where the defaults below come from; every one of them can be set beside it."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Go on with this run directory, with the options it was started with."""
+    results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
+    """Where run directories go."""
+    name: str | None = None
+    """Name of the run directory; the time by default."""
+    seed: int = 0
+    """The first seed."""
+    seeds: int = 3
+    """How many seeds, trained side by side."""
+    rates: tuple[float, ...] = (3e-3,)
+    """Learning rates, trained side by side; the best by the mean over seeds is reported."""
+    steps: int = 1000
+    """Steps of training, at most."""
+    block: int = 100
+    """Steps between two rows of the record, and between checkpoints; divides `steps`."""
+    batch_size: int = 32
+    """Sequences per step."""
+
+
+class Case(NamedTuple):
+    """One thing to train."""
+
+    key: Mapping[str, object]
+    make: Callable[[nnx.Rngs], Model]
+    loss: Callable[[Model, jax.Array, jax.Array], jax.Array]
+    """Of a batch drawn by a key, for the variant of this index."""
+    measure: Callable[[Model, jax.Array, jax.Array], dict[str, jax.Array]]
+    """What is reported in the end, on data drawn by a key, for the variant of this index."""
+    variants: tuple[Mapping[str, object], ...] = ({},)
+    """Settings that one program can take as data, trained side by side: no second compilation."""
+
+    @property
+    def title(self) -> str:
+        return " ".join(str(value) for value in self.key.values())
+
+
+def train(options: Sweep, record: Run, bar: Progress, case: Case) -> Row:
+    """Train a case over all seeds and rates, or find it in the record.
+
+    Raises:
+        ValueError: If `block` does not divide `steps`.
+    """
+    if options.steps % options.block:
+        raise ValueError(
+            f"`block` must divide `steps`; got block={options.block}, steps={options.steps}"
+        )
+    task = bar.add_task(case.title, total=options.steps, note="compiling")
+    found = record.find(kind="result", **case.key)
+    if found is not None:
+        bar.update(task, completed=options.steps, note="in the record")
+        return found
+    path = record.directory / f"checkpoint-{case.title.replace(' ', '-').replace('/', '-')}.npz"
+    trained, row = _fit(options, record, case, path, partial(bar.update, task))
+    measured = _measure(options, case, trained)
+    lanes = [
+        {"seed": seed, "rate": rate, **case.variants[variant]}
+        | {name: values[i] for name, values in measured.items()}
+        for i, (seed, rate, variant) in enumerate(_lanes(options, case))
+    ]
+    result = record.write({"kind": "result", **case.key, **row, "lanes": lanes})
+    path.unlink(missing_ok=True)
+    return result
+
+
+def _lanes(options: Sweep, case: Case) -> list[tuple[int, float, int]]:
+    """Seed, rate and variant of each training that runs beside the others."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    return list(itertools.product(seeds, options.rates, range(len(case.variants))))
+
+
+def _arrays(options: Sweep, case: Case, stream: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys, rates and variants of the lanes; lanes of one seed have one key."""
+    seeds, rates, variants = (jnp.asarray(x) for x in zip(*_lanes(options, case), strict=True))
+    keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), stream))(seeds)
+    return keys, rates, variants
+
+
+PARAMETERS, BATCHES, MEASUREMENT = range(3)
+
+
+def _compiler_options() -> dict[str, bool | int | str] | None:
+    """On a CPU a case of a thousand small steps takes longer to optimise than to run."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
+def _optimizer(options: Sweep) -> optax.GradientTransformation:
+    """AdamW at rate 1, warmed up for a twentieth and then decayed; lanes scale its updates."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 1.0, max(1, options.steps // 20), max(2, options.steps), end_value=0.1
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=1e-4))
+
+
+def _graph(case: Case) -> nnx.GraphDef[Model]:
+    return nnx.split(nnx.eval_shape(lambda: case.make(nnx.Rngs(0))))[0]
+
+
+def _fit(
+    options: Sweep, record: Run, case: Case, path: Path, report: Callable[..., None]
+) -> tuple[nnx.State, Row]:
+    """The parameters of every lane after training, and what it took."""
+    graph, optimizer = _graph(case), _optimizer(options)
+
+    def start(key: jax.Array) -> tuple[nnx.State, optax.OptState]:
+        params = nnx.state(case.make(nnx.Rngs(key)))
+        return params, optimizer.init(params)
+
+    def step(
+        state: tuple[nnx.State, optax.OptState], key: jax.Array, rate: jax.Array, variant: jax.Array
+    ) -> tuple[tuple[nnx.State, optax.OptState], jax.Array]:
+        params, moments = state
+        loss, gradient = jax.value_and_grad(
+            lambda params: case.loss(nnx.merge(graph, params), key, variant)
+        )(params)
+        updates, moments = optimizer.update(gradient, moments, params)
+        params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
+        return (params, moments), loss
+
+    def block(
+        state: Any, key: jax.Array, rate: jax.Array, variant: jax.Array, first: jax.Array
+    ) -> Any:
+        def advance(state: Any, index: jax.Array) -> Any:
+            return step(state, jax.random.fold_in(key, index), rate, variant)
+
+        return jax.lax.scan(advance, state, first + jnp.arange(options.block))
+
+    lanes = _arrays(options, case, BATCHES)
+    fresh = jax.jit(jax.vmap(start), compiler_options=_compiler_options())
+    state, first = checkpoint.load(path, fresh(_arrays(options, case, PARAMETERS)[0]))
+    begin = time.perf_counter()
+    batched = jax.jit(jax.vmap(block, in_axes=(0, 0, 0, 0, None)), donate_argnums=0)
+    compiled = batched.lower(state, *lanes, jnp.asarray(first)).compile(_compiler_options())
+    compile_seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    for end in range(first + options.block, options.steps + 1, options.block):
+        state, losses = compiled(state, *lanes, jnp.asarray(end - options.block))
+        means = np.asarray(losses).mean(1)
+        record.write({"kind": "train", **case.key, "step": end, "loss": list(means)})
+        checkpoint.save(path, state, end)
+        report(completed=end, note=f"loss {means.min():.3g} to {means.max():.3g}")
+    report(completed=options.steps)
+    seconds = time.perf_counter() - begin
+    return state[0], {
+        "parameters": sum(x[0].size for x in jax.tree.leaves(state[0])),
+        "compile_seconds": compile_seconds,
+        "seconds_per_step": seconds / max(1, options.steps - first),
+    }
+
+
+def _measure(options: Sweep, case: Case, params: nnx.State) -> dict[str, list[Any]]:
+    """One list over lanes for each measurement."""
+    graph = _graph(case)
+
+    def one(params: nnx.State, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
+        return case.measure(nnx.merge(graph, params), key, variant)
+
+    keys, _, variants = _arrays(options, case, MEASUREMENT)
+    found = jax.jit(jax.vmap(one), compiler_options=_compiler_options())(params, keys, variants)
+    return {name: np.asarray(x).tolist() for name, x in found.items()}
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, ignore: int = -1
+) -> tuple[jax.Array, jax.Array]:
+    """Mean cross entropy in nats and accuracy over the targets that are not `ignore`."""
+    counted = targets != ignore
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, targets, 0))
+    right = jnp.argmax(logits, axis=-1) == targets
+    count = jnp.maximum(counted.sum(), 1)
+    return jnp.sum(losses, where=counted) / count, jnp.sum(right, where=counted) / count
+
+
+def best_rate(lanes_of: Iterable[Row], metric: str, *, smallest: bool = False) -> list[Row]:
+    """Of these lanes those of the learning rate whose mean over seeds is the best."""
+    lanes: dict[float, list[Row]] = {}
+    for lane in lanes_of:
+        lanes.setdefault(lane["rate"], []).append(lane)
+    sign = -1 if smallest else 1
+    # A lane that diverged is recorded as "nan", and loses.
+    return max(lanes.values(), key=lambda ls: np.nan_to_num(
+        sign * np.mean([float(lane[metric]) for lane in ls]), nan=-np.inf))  # fmt: skip
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """`mean [least, greatest]` over seeds."""
+    xs = [float(x) for x in values]
+    return f"{np.mean(xs):.{digits}f} [{min(xs):.{digits}f}, {max(xs):.{digits}f}]"
+
+
+def run_sweep(
+    experiment: str,
+    options: Options,
+    body: Callable[[Options, Run, Progress], None],
+    finish: Callable[[Options, Run], None],
+) -> int:
+    """Run, or go on with a run; returns the exit status."""
+    if options.resume is not None:
+        record = Run.resume(experiment, options.resume)
+        options = _restore(type(options), record.config["options"])
+    else:
+        record = Run.start(experiment, options, options.results, options.name)
+    with record:
+        console.print(f"record: {record.directory}")
+        try:
+            with progress_bar() as bar:
+                body(options, record, bar)
+        except KeyboardInterrupt:
+            again = f"python -m experiments {experiment} --resume"
+            console.print(f"interrupted; what was measured is in {record.directory}")
+            console.print(f"go on with: {again} {shlex.quote(str(record.directory))}",
+                          soft_wrap=True)  # fmt: skip
+            return 130
+        finish(options, record)
+    return 0
+
+
+def _restore(kind: type[Options], saved: Mapping[str, Any]) -> Options:
+    """The options that a run was started with."""
+    values = {}
+    for field in dataclasses.fields(kind):
+        if field.name in saved and field.name not in ("resume", "results"):
+            value = saved[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
