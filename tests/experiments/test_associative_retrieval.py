@@ -32,7 +32,7 @@ def test_answers_are_the_last_values_and_padding_is_not_real(rewriting):
 
 def test_the_delta_rule_beats_the_sum_where_keys_are_rewritten(tmp_path):
     rules = ("sum-l2", "delta-l2")
-    options = replace(PRESETS["cpu"], rules=rules, counts=(8,), steps=200, seeds=2,
+    options = replace(PRESETS["cpu"], rules=rules, counts=(8,), steps=400, seeds=2,
                       results=tmp_path, name="claim")  # fmt: skip
     assert associative_retrieval.run(options) == 0
     with Run.resume("associative-retrieval", tmp_path / "associative-retrieval/claim") as record:
