@@ -243,7 +243,7 @@ def _draw_accuracy(
     ax.text(options.test_length, chance - 0.05, "chance", ha="right", va="top", fontsize=7.5)
     ax.set(title=group, xlabel="position in the word", ylabel="fraction right")
     ax.set(xlim=(0, options.test_length), ylim=(max(0, chance - 0.2), 1.12))
-    ax.set_yticks(np.arange(round(10 * max(0, chance - 0.2)), 11, 2) / 10)
+    ax.set_yticks(np.arange(0 if chance < 0.3 else 4, 11, 2) / 10)
     ax.legend(loc="best")
 
 
@@ -264,4 +264,4 @@ def _draw_strengths(ax: figures.Axes, lanes_of: dict[str, Sequence[Row]]) -> Non
     ax.set(title=r"Learned $\beta$", xlabel="element", xlim=(-0.5, 1.5), ylim=(-0.05, 2.1))
     ax.set_ylabel(r"$\beta$ of each head and seed")
     ax.grid(axis="x", visible=False)
-    ax.legend(loc="upper left")
+    ax.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
