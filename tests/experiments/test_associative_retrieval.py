@@ -40,7 +40,7 @@ def test_the_delta_rule_beats_the_sum_where_keys_are_rewritten(tmp_path):
     for total, delta in zip(found["sum-l2", 2, 8], found["delta-l2", 2, 8], strict=True):
         assert delta["accuracy"] > 0.95
         assert delta["accuracy"] > total["accuracy"] + 0.2
-        assert delta["loss"] < total["loss"] / 2
+        assert delta["loss"] < total["loss"] / 4
     # Written once, keys that the memory can hold are no test of the rule.
     assert all(lane["accuracy"] > 0.95 for rule in rules for lane in found[rule, 1, 8])
     names = {path.name for path in record.directory.iterdir()}
