@@ -46,7 +46,7 @@ class ScanVsChunk:
     """T of the first sweep, at `head_dim` and each implementation's default chunk."""
     head_dim: int = 64
     """K = V of the sweeps over T and over chunk sizes."""
-    head_dims: tuple[int, ...] = (32, 64, 128)
+    head_dims: tuple[int, ...] = (64, 128)
     """K = V of the second sweep."""
     head_sweep_length: int = 256
     """T of the sweep over head sizes."""
@@ -58,7 +58,7 @@ class ScanVsChunk:
     """Measure the forward pass alone in the second and third sweep too."""
     repeats: int = 15
     """Timed calls of a case, at most."""
-    case_seconds: float = 0.6
+    case_seconds: float = 0.4
     """Time after which a case is called no more, once it has three calls."""
     oracle_tokens: int = 4096
     """The float64 oracle covers the outputs of this many tokens, of one head."""
