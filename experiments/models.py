@@ -1,44 +1,16 @@
 """Small language models of one shape that differ in one thing: the memory of their mixers."""
 
-from typing import Literal
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from deltanet_jax import DeltaNet
 from deltanet_jax.layers.convolution import ShortConvolution, causal_convolution
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
 
-__all__ = ["LOOKS", "MEMORIES", "AdditiveNet", "Memory", "SoftmaxAttention", "make_model"]
-
-Memory = Literal["softmax", "sum", "decay", "delta", "gated-delta"]
-
-MEMORIES: dict[str, str] = {
-    "softmax": "softmax attention",
-    "sum": "linear attention",
-    "decay": "scalar GLA",
-    "delta": "DeltaNet",
-    "gated-delta": "Gated DeltaNet",
-}
-# Colour and marker in every figure.
-LOOKS = {
-    "softmax": ("black", "o"),
-    "sum": ("orange", "s"),
-    "decay": ("pink", "D"),
-    "delta": ("blue", "^"),
-    "gated-delta": ("green", "v"),
-}
-
-
-class AdditiveNet(DeltaNet):
-    """`DeltaNet` without its rule: every pair is added to the state, which may decay."""
-
-    def _gates(
-        self, x: Float[Array, "B T D"], k: Float[Array, "B T H K"]
-    ) -> tuple[jax.Array | None, None]:
-        return super()._gates(x, k)[0], None
+__all__ = ["SoftmaxAttention", "make_model"]
 
 
 class SoftmaxAttention(nnx.Module):
@@ -98,18 +70,12 @@ def rotate(x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
 
 
 def make_model(config: DeltaNetConfig, memory: str, rngs: nnx.Rngs) -> DeltaNetLM:
-    """The language model of this config, with this memory in every block."""
-    gate = "scalar" if memory in ("decay", "gated-delta") else "none"
-    additive = memory in ("sum", "decay")
-    options = config.layer_options() | {"gate": gate}
-    if additive:
-        options |= {"use_beta": False, "allow_neg_eigval": False}
-    plain = DeltaNetConfig.from_dict(config.to_dict() | options)
-    model = DeltaNetLM(plain, rngs=rngs)
-    for block in model.blocks:
-        if additive:
-            block.mixer = AdditiveNet(**options, rngs=rngs)
-        elif memory == "softmax":
+    """The language model of this config with "delta", "gated-delta" or "softmax" in every block."""
+    model = DeltaNetLM(
+        replace(config, gate="scalar" if memory == "gated-delta" else "none"), rngs=rngs
+    )
+    if memory == "softmax":
+        for block in model.blocks:
             block.mixer = SoftmaxAttention(
                 config.hidden_size, config.num_heads, conv_size=config.conv_size, rngs=rngs
             )

@@ -34,12 +34,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
 
 CHUNK = tiles.CHUNK
-# Persistent programs, one for each multiprocessor of an H100 or H200.
-PROGRAMS = 132
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
 
@@ -418,7 +417,8 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
         float(scale), beta is not None, b is not None, 1, interpret is not None,
     )  # fmt: skip
-    programs = 2 if interpret else PROGRAMS
+    # Persistent programs, one for each multiprocessor.
+    programs = 2 if interpret else MULTIPROCESSORS
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
     inputs = {"q": q, "k": k, "u": u, "do": do, "state": states, "dstate": dstates}
     if plan.delta:

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["MULTIPROCESSORS", "WIDTH", "Plan", "launch", "plan_for", "vectors_of"]
+__all__ = ["WIDTH", "Plan", "launch", "plan_for", "vectors_of"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
-MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True)

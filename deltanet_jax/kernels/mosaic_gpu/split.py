@@ -7,9 +7,11 @@ the maps of all pieces, a short loop chains them, and then every piece runs on i
 import jax
 import jax.numpy as jnp
 
+from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+
 __all__ = ["chain", "fold", "pieces_of", "unfold"]
 
-MULTIPROCESSORS = 132
+
 # The pass over the maps costs about twice the forward; fewer pieces would not pay for it.
 FEWEST = 8
 SHORTEST = 16  # chunks

@@ -4,9 +4,10 @@ import jax
 
 from deltanet_jax.core.recurrence import Problem
 
-__all__ = ["CHUNK", "why_not"]
+__all__ = ["CHUNK", "MULTIPROCESSORS", "why_not"]
 
 CHUNK = 64
+MULTIPROCESSORS = 132  # of an H100 or H200
 HEAD_DIMS = (64, 128, 256)
 OLDEST_JAX = (0, 11, 2)
 

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+
 __all__ = [
+    "CHUNK",
     "accumulate",
     "chunk_mask",
     "column",
@@ -27,7 +30,6 @@ __all__ = [
     "transposed",
 ]
 
-CHUNK = 64
 MATRIX = plgpu.Layout.WGMMA
 
 
