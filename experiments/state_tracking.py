@@ -35,7 +35,7 @@ from experiments.sweep import (
     cross_entropy,
     run_sweep,
     spread,
-    train,
+    train_all,
 )
 from experiments.tables import console, make_table
 from experiments.tasks.groups import GROUPS, group_words
@@ -183,8 +183,7 @@ def run(options: StateTracking) -> int:
 
 
 def _train(options: StateTracking, record: Run, bar: Progress) -> None:
-    for case in cases(options):
-        train(options, record, bar, case)
+    train_all(options, record, bar, cases(options))
 
 
 def results(record: Run) -> dict[tuple[str, str], list[Row]]:
