@@ -100,7 +100,9 @@ def train_all(options: Sweep, record: Run, bar: Progress, cases: Sequence[Case])
     pool = ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 6)
     try:
         programs = [
-            None if _result(record, case) else pool.submit(_compile, options, case)
+            None
+            if _result(record, case) or _late(options, record)
+            else pool.submit(_compile, options, case)
             for case in cases
         ]
         return [
@@ -140,7 +142,8 @@ def train(
     if found is not None:
         bar.update(task, completed=options.steps, note="in the record")
         return found
-    _check_time(options, record)
+    if _late(options, record):
+        raise OutOfTimeError
     program = compiled() if compiled else _compile(options, case)
     path = record.directory / f"checkpoint-{case.title.replace(' ', '-').replace('/', '-')}.npz"
     trained, row = _fit(options, record, case, program, path, partial(bar.update, task))
@@ -160,9 +163,8 @@ def _result(record: Run, case: Case) -> Row | None:
     return record.find(kind="result", **case.key)
 
 
-def _check_time(options: Sweep, record: Run) -> None:
-    if options.minutes is not None and record.seconds > 60 * options.minutes:
-        raise OutOfTimeError
+def _late(options: Sweep, record: Run) -> bool:
+    return options.minutes is not None and record.seconds >= 60 * options.minutes
 
 
 def _lanes(options: Sweep, case: Case) -> list[tuple[int, float, int]]:
@@ -270,7 +272,8 @@ def _fit(
     state, first = checkpoint.load(path, fresh)
     begin = time.perf_counter()
     for end in range(first + options.block, options.steps + 1, options.block):
-        _check_time(options, record)
+        if _late(options, record):
+            raise OutOfTimeError
         state, losses = program.block(state, *lanes, jnp.asarray(end - options.block))
         means = np.asarray(losses).mean(1)
         record.write({"kind": "train", **case.key, "step": end, "loss": list(means)})
