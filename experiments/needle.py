@@ -1,13 +1,14 @@
 """A needle in a haystack that grows: what a memory keeps while it reads on.
 
-One marked pair of a key and a value somewhere in tokens that do not matter, and the question
-at the end. Trained at one length and read at others. After the two haystacks of the retrieval
-tasks in Yang et al. (2024, arXiv:2412.06464): a memory that only decays loses the needle with
-time whatever comes after it; a memory without decay keeps it, as long as what comes after
-does not fill it.
+One pair of a key and a value somewhere in tokens that do not matter, and the question at the
+end. Trained at one length and read at others. After the two haystacks of the retrieval tasks
+in Yang et al. (2024, arXiv:2412.06464): a pattern that repeats adds to a sum for ever and
+changes nothing in a memory that corrects; random tokens fill any memory, unless a mark says
+what to keep. Each haystack has models of its own, trained side by side.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,22 @@ from experiments.tasks.needle import SHORTEST, draw_needles
 __all__ = ["PRESETS", "Needle", "run"]
 
 EXPERIMENT = "needle"
-HAYSTACKS = {"repeated": "repeated pattern", "random": "random tokens"}
+
+
+class Haystack(NamedTuple):
+    """What the needle lies in."""
+
+    repeated: bool
+    marked: bool
+    title: str
+
+
+HAYSTACKS = {
+    "repeated": Haystack(True, False, "repeated pattern"),
+    "random": Haystack(False, False, "random tokens"),
+    "marked": Haystack(False, True, "random tokens, needle marked"),
+}
+MAPPED = "random"  # the haystack whose heat maps are drawn
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Needle(Sweep):
     rates: tuple[float, ...] = (1e-2,)
     steps: int = 600
     block: int = 50
-    batch_size: int = 32
+    batch_size: int = 16
     memories: tuple[str, ...] = ("delta", "gated-delta", "gated-linear")
     """Models, in the order of training."""
     length: int = 64
@@ -67,13 +83,13 @@ PRESETS = {
         rates=(3e-3, 1e-2),
         steps=3000,
         block=100,
-        batch_size=64,
-        memories=("delta", "gated-delta", "gated-linear", "softmax"),
+        memories=("delta", "gated-linear", "gated-delta", "softmax"),
         length=256,
         test_lengths=(128, 256, 512, 1024, 2048),
         depths=9,
+        batch_size=32,
         test_sequences=32,
-        vocab_size=64,
+        vocab_size=128,
         hidden_size=64,
         layers=2,
     ),
@@ -91,49 +107,37 @@ def make_case(options: Needle, memory: str) -> Case:
         mlp_size=options.hidden_size,
     )
     lengths, depths = jnp.asarray(options.test_lengths), jnp.linspace(0, 1, options.depths)
-    places = [x.ravel() for x in jnp.meshgrid(lengths, depths, indexing="ij")]
+    places = tuple(x.ravel() for x in jnp.meshgrid(lengths, depths, indexing="ij"))
+    repeated = jnp.asarray([haystack.repeated for haystack in HAYSTACKS.values()])
+    marked = jnp.asarray([haystack.marked for haystack in HAYSTACKS.values()])
 
-    def loss(model: DeltaNetLM, key: jax.Array, _: jax.Array) -> jax.Array:
-        streams = jax.random.split(key)
-        tokens, values = draw_needles(
-            streams[0],
-            options.batch_size,
-            options.length,
-            options.vocab_size,
-            length=options.length,
-            depth=jax.random.uniform(streams[1], (options.batch_size,)),
-            repeated=jnp.arange(options.batch_size) % 2 == 0,
-        )
+    def draw(key: jax.Array, variant: jax.Array, batch: int, longest: int, **where: Any) -> Any:
+        kind = {"repeated": repeated[variant], "marked": marked[variant]}
+        return draw_needles(key, batch, longest, options.vocab_size, **kind, **where)
+
+    def loss(model: DeltaNetLM, key: jax.Array, variant: jax.Array) -> jax.Array:
+        streams, batch, length = jax.random.split(key), options.batch_size, options.length
+        depth = jax.random.uniform(streams[1], (batch,))
+        tokens, values = draw(streams[0], variant, batch, length, length=length, depth=depth)
         return cross_entropy(model(tokens)[:, -1], values)[0]
 
-    def measure(model: DeltaNetLM, key: jax.Array, _: jax.Array) -> dict[str, jax.Array]:
-        batch = len(HAYSTACKS) * options.test_sequences
-        repeated = jnp.arange(batch) < options.test_sequences
+    def measure(model: DeltaNetLM, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
+        batch, longest = options.test_sequences, max(options.test_lengths)
 
         def read(place: tuple[jax.Array, jax.Array]) -> jax.Array:
             length, depth = place
-            tokens, values = draw_needles(
-                key,
-                batch,
-                max(options.test_lengths),
-                options.vocab_size,
-                length=length,
-                depth=depth,
-                repeated=repeated,
-            )
+            tokens, values = draw(key, variant, batch, longest, length=length, depth=depth)
             # What follows the question cannot change its answer: one program for all lengths.
-            right = jnp.argmax(model(tokens)[:, length - 1], axis=-1) == values
-            return right.reshape(len(HAYSTACKS), -1).mean(1)
+            return jnp.mean(jnp.argmax(model(tokens)[:, length - 1], axis=-1) == values)
 
-        found = jax.lax.map(read, tuple(places))  # [lengths * depths, haystacks]
-        shape = (len(options.test_lengths), options.depths)
-        accuracy = dict(zip(HAYSTACKS, found.T.reshape(-1, *shape), strict=True))
-        return accuracy | {"mean": found.mean()}
+        accuracy = jax.lax.map(read, places).reshape(len(lengths), options.depths)
+        return {"accuracy": accuracy, "mean": accuracy.mean()}
 
     def make(rngs: nnx.Rngs) -> DeltaNetLM:
         return make_model(config, memory, rngs)
 
-    return Case({"memory": memory}, make, loss, measure)
+    variants = tuple({"haystack": name} for name in HAYSTACKS)
+    return Case({"memory": memory}, make, loss, measure, variants)
 
 
 def cases(options: Needle) -> list[Case]:
@@ -165,70 +169,77 @@ def _train(options: Needle, record: Run, bar: Progress) -> None:
     train_all(options, record, bar, cases(options))
 
 
-def results(record: Run) -> dict[str, list[Row]]:
-    """For every memory the lanes of its best rate."""
-    return {row["memory"]: best_rate(row["lanes"], "mean") for row in record.select(kind="result")}
+def results(record: Run) -> dict[str, dict[str, list[Row]]]:
+    """For every memory and haystack the lanes of the best rate."""
+    return {
+        row["memory"]: {
+            haystack: best_rate(
+                [lane for lane in row["lanes"] if lane["haystack"] == haystack], "mean"
+            )
+            for haystack in HAYSTACKS
+        }
+        for row in record.select(kind="result")
+    }
 
 
 def _finish(options: Needle, record: Run) -> None:
     found = results(record)
-    depths = np.linspace(0, 1, options.depths)
     rows = [
         {
             "memory": memory,
-            "haystack": haystack,
-            **{name: lane[name] for name in ("seed", "rate")},
+            **{name: lane[name] for name in ("haystack", "seed", "rate")},
             "length": length,
             "depth": depth,
-            "accuracy": lane[haystack][i][j],
+            "accuracy": lane["accuracy"][i][j],
         }
-        for memory, lanes in found.items()
+        for memory, lanes_of in found.items()
+        for lanes in lanes_of.values()
         for lane in lanes
-        for haystack in HAYSTACKS
         for i, length in enumerate(options.test_lengths)
-        for j, depth in enumerate(depths)
+        for j, depth in enumerate(np.linspace(0, 1, options.depths))
     ]
     record.write_table(rows)
-    for haystack, title in HAYSTACKS.items():
+    for name, haystack in HAYSTACKS.items():
         cells = [
             [figures.MEMORIES[memory].label]
-            + [spread(values) for values in np.transpose(_by_length(lanes, haystack))]
-            for memory, lanes in found.items()
+            + [spread(values) for values in _by_length(lanes_of[name])]
+            for memory, lanes_of in found.items()
         ]
         columns = ["fraction right", *(f"T = {n}" for n in options.test_lengths)]
-        title = f"{title}, trained at {options.length}: mean, least and greatest over seeds"
-        console.print(make_table(title, columns, cells))
+        of_seeds = f"trained at {options.length}: mean, least and greatest over seeds"
+        console.print(make_table(f"{haystack.title}, {of_seeds}", columns, cells))
     with figures.style():
         figures.save(draw(options, found), record.directory, "needle")
 
 
-def _by_length(lanes: list[Row], haystack: str) -> np.ndarray:
-    """`[seeds, lengths]`: means over depths."""
-    return np.asarray([lane[haystack] for lane in lanes]).mean(-1)
+def _by_length(lanes: list[Row]) -> np.ndarray:
+    """`[lengths, seeds]`: means over depths."""
+    return np.asarray([lane["accuracy"] for lane in lanes]).mean(-1).T
 
 
-def draw(options: Needle, found: dict[str, list[Row]]) -> Figure:
-    """Accuracy against length for both haystacks; below it, against length and depth."""
-    fig = Figure(figsize=(7.2, 4.6), layout="constrained")
-    above, below = fig.subfigures(2, 1, height_ratios=(1.15, 1))
-    lines = above.subplots(1, 2, sharey=True)
-    for ax, (haystack, title) in zip(lines, HAYSTACKS.items(), strict=True):
-        for memory, lanes in found.items():
-            values = np.transpose(_by_length(lanes, haystack))
-            figures.spread_line(ax, options.test_lengths, values, figures.MEMORIES[memory])
+def draw(options: Needle, found: dict[str, dict[str, list[Row]]]) -> Figure:
+    """Accuracy against length for each haystack; below it, against length and depth."""
+    fig = Figure(figsize=(8.6, 4.8), layout="constrained")
+    above, below = fig.subfigures(2, 1, height_ratios=(1.2, 1))
+    lines = above.subplots(1, len(HAYSTACKS), sharey=True)
+    for ax, (name, haystack) in zip(lines, HAYSTACKS.items(), strict=True):
+        for memory, lanes_of in found.items():
+            values, look = _by_length(lanes_of[name]), figures.MEMORIES[memory]
+            figures.spread_line(ax, options.test_lengths, values, look)
         figures.powers_of_two_axis(ax, "tokens", options.test_lengths)
         ax.axvline(options.length, color="black", ls="--", lw=0.9)
-        ax.set(title=title, ylim=(0, 1.05))
+        ax.set(title=haystack.title, ylim=(0, 1.05))
     lines[0].annotate("training", (options.length, 0), xytext=(3, 3), fontsize=7.5,
                       textcoords="offset points")  # fmt: skip
     lines[0].set(ylabel="fraction right")
     above.legend(*lines[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     maps = below.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    for ax, (memory, lanes) in zip(maps, found.items(), strict=True):
-        image = _draw_depths(ax, options, np.mean([lane["random"] for lane in lanes], axis=0))
+    for ax, (memory, lanes_of) in zip(maps, found.items(), strict=True):
+        mean = np.mean([lane["accuracy"] for lane in lanes_of[MAPPED]], axis=0)
+        image = _draw_depths(ax, options, mean)
         ax.set(title=figures.MEMORIES[memory].label)
     maps[0].set(ylabel="depth of the needle")
-    below.colorbar(image, ax=maps, label="fraction right\n(random tokens)")
+    below.colorbar(image, ax=maps, label=f"fraction right\n({HAYSTACKS[MAPPED].title})")
     figures.letter([*lines, *maps])
     return fig
 

@@ -189,7 +189,7 @@ def draw(options: Recall, found: dict[tuple[int, str], list[Row]]) -> Figure:
     """Accuracy against the number of pairs for each size, and against the size of the memory."""
     sizes = sorted({size for size, _ in found})
     panels = len(sizes) + (len(sizes) > 1)
-    columns = 2 if panels > 2 else panels
+    columns = panels if panels < 4 else 2
     fig, axes = figures.figure(-(-panels // columns), columns, panel=(3.5, 2.6), sharey=True)
     for ax, size in zip(axes.flat, sizes, strict=False):
         for memory in options.memories:
@@ -201,10 +201,9 @@ def draw(options: Recall, found: dict[tuple[int, str], list[Row]]) -> Figure:
         width = size // options.heads
         if options.pairs[0] <= width <= options.pairs[-1]:
             ax.axvline(width, color="black", ls="--", lw=0.9)
-            ax.annotate("N = head dim", (width, 0), xytext=(3, 3), fontsize=7.5,
+            ax.annotate("N = head dim", (width, 0), xytext=(-3, 3), fontsize=7.5, ha="right",
                         textcoords="offset points")  # fmt: skip
-        floats = _floats(options, size, "delta")
-        ax.set(title=f"{size} channels, {floats:,} floats of state".replace(",", "\u2009"))
+        ax.set(title=f"{size} channels, {_floats(options, size, 'delta')} floats of state")
     if len(sizes) > 1:
         _draw_sizes(axes.flat[panels - 1], options, found)
     for ax in list(axes.flat)[panels:]:

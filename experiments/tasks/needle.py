@@ -1,15 +1,17 @@
-"""A needle in a haystack: one marked pair of a key and a value, and much else.
+"""A needle in a haystack: one pair of a key and a value, and much else.
 
 The haystack is a pattern of a few tokens that repeats, or random tokens (after the two
 haystacks of the retrieval tasks in Yang et al., 2024, arXiv:2412.06464). Its tokens are those
-that keys and values are made of, so that only the mark tells the needle from it::
+that keys and values are made of, and what is asked for is the token that followed the key; a
+mark before the needle tells it from the rest, or nothing does::
 
     tokens    5 2 8 3 [mark] 6 4 1 8 2 ... 7 [mark] 6      target    4
+    tokens    5 2 8 3    9   6 4 1 8 2 ... 7    1   6      target    4
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 __all__ = ["MARK", "PATTERN", "SHORTEST", "draw_needles"]
 
@@ -27,7 +29,8 @@ def draw_needles(
     *,
     length: jax.Array | int,
     depth: jax.Array,
-    repeated: Bool[Array, " B"],
+    repeated: jax.Array | bool,
+    marked: jax.Array | bool,
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Haystacks with a needle each, and the question as their last tokens.
 
@@ -41,27 +44,26 @@ def draw_needles(
             traced.
         depth: Where the needle begins, a fraction of the places that there are, `[B]` or for
             all; may be traced.
-        repeated: Whether the haystack is a pattern that repeats.
+        repeated: Whether the haystack is a pattern that repeats; may be traced.
+        marked: Whether a mark stands before the needle and before the question; may be traced.
 
     Returns:
         Tokens, and the values that are asked for after token `length - 1`.
     """
     streams = jax.random.split(key, 4)
     needle = jax.random.randint(streams[0], (batch_size,), 1, vocab_size)
-    value = jax.random.randint(streams[1], (batch_size,), 1, vocab_size)
+    value = _other(streams[1], (batch_size, 1), needle, vocab_size)
     hay = _other(streams[2], (batch_size, longest), needle, vocab_size)
     pattern = _other(streams[3], (batch_size, PATTERN), needle, vocab_size)
     times = jnp.arange(longest)
-    hay = jnp.where(repeated[:, None], pattern[:, times % PATTERN], hay)
+    hay = jnp.where(repeated, pattern[:, times % PATTERN], hay)
     places = length - SHORTEST
     start = jnp.round(jnp.broadcast_to(depth, (batch_size,)) * places).astype(jnp.int32)[:, None]
-    mark = jnp.full((batch_size, 1), MARK)
-    tokens = hay
-    for offset, token in enumerate((mark, needle[:, None], value[:, None])):
-        tokens = jnp.where(times == start + offset, token, tokens)
-    for offset, token in enumerate((mark, needle[:, None])):
-        tokens = jnp.where(times == length - QUESTION + offset, token, tokens)
-    return jnp.where(times < length, tokens, MARK), value
+    question = length - QUESTION
+    tokens = jnp.where(marked & ((times == start) | (times == question)), MARK, hay)
+    tokens = jnp.where((times == start + 1) | (times == question + 1), needle[:, None], tokens)
+    tokens = jnp.where(times == start + 2, value, tokens)
+    return jnp.where(times < length, tokens, MARK), value[:, 0]
 
 
 def _other(
