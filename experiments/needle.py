@@ -4,7 +4,8 @@ One pair of a key and a value somewhere in tokens that do not matter, and the qu
 end. Trained at one length and read at others. After the two haystacks of the retrieval tasks
 in Yang et al. (2024, arXiv:2412.06464): a pattern that repeats adds to a sum for ever and
 changes nothing in a memory that corrects; random tokens fill any memory, unless a mark says
-what to keep. Each haystack has models of its own, trained side by side.
+what to keep. Each haystack has models of its own, trained side by side; where there is no mark
+they are asked in training, besides the question, what followed every token when it came last.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from experiments.models import MEMORIES, make_model
 from experiments.record import Row, Run
 from experiments.sweep import Case, Sweep, best_rate, cross_entropy, run_sweep, spread, train_all
 from experiments.tables import console, make_table
-from experiments.tasks.needle import SHORTEST, draw_needles
+from experiments.tasks.needle import SHORTEST, draw_needles, followers
 
 __all__ = ["PRESETS", "Needle", "run"]
 
@@ -119,7 +120,11 @@ def make_case(options: Needle, memory: str) -> Case:
         streams, batch, length = jax.random.split(key), options.batch_size, options.length
         depth = jax.random.uniform(streams[1], (batch,))
         tokens, values = draw(streams[0], variant, batch, length, length=length, depth=depth)
-        return cross_entropy(model(tokens)[:, -1], values)[0]
+        logits = model(tokens)
+        asked = cross_entropy(logits[:, -1], values)[0]
+        # One question a sequence is too little to find out what is asked without a mark.
+        hints = cross_entropy(logits[:, :-1], followers(tokens)[:, :-1])[0]
+        return asked + jnp.where(marked[variant], 0.0, hints)
 
     def measure(model: DeltaNetLM, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
         batch, longest = options.test_sequences, max(options.test_lengths)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-__all__ = ["MARK", "PATTERN", "SHORTEST", "draw_needles"]
+__all__ = ["MARK", "PATTERN", "SHORTEST", "draw_needles", "followers"]
 
 MARK = 0
 PATTERN = 8  # tokens of a haystack that repeats
@@ -64,6 +64,15 @@ def draw_needles(
     tokens = jnp.where((times == start + 1) | (times == question + 1), needle[:, None], tokens)
     tokens = jnp.where(times == start + 2, value, tokens)
     return jnp.where(times < length, tokens, MARK), value[:, 0]
+
+
+def followers(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """What came after the last earlier occurrence of every token, -1 where there is none."""
+    times = jnp.arange(tokens.shape[1])
+    earlier = (tokens[:, :, None] == tokens[:, None, :]) & (times[:, None] > times)
+    last = jnp.max(jnp.where(earlier, times, -1), axis=2)
+    found = jnp.take_along_axis(tokens, jnp.maximum(last, 0) + 1, axis=1)
+    return jnp.where(last < 0, -1, found)
 
 
 def _other(

@@ -12,7 +12,7 @@ from experiments import needle, sweep
 from experiments.__main__ import main, parse
 from experiments.needle import HAYSTACKS, PRESETS, make_case
 from experiments.record import read_rows
-from experiments.tasks.needle import MARK, PATTERN, draw_needles
+from experiments.tasks.needle import MARK, PATTERN, draw_needles, followers
 
 TINY = replace(PRESETS["cpu"], seeds=2, steps=15, block=5, batch_size=4, memories=("delta",),
                length=12, test_lengths=(8, 16), depths=3, test_sequences=8, vocab_size=8,
@@ -36,11 +36,7 @@ def test_the_needle_is_where_it_should_be_and_the_question_is_last(length, repea
         assert row[start + 1] == row[-1]
         assert row[start + 2] == value
         # Nothing else is the mark or the key, the value neither.
-        rest = (
-            row[:start] + row[start + 2 : -2] + []
-            if marked
-            else row[: start + 1] + row[start + 2 : -1]
-        )
+        rest = row[:start] + row[start + 2 : -2]
         assert MARK not in rest
         assert row[-1] not in rest
         assert all(1 <= token < 20 for token in rest)
@@ -72,6 +68,12 @@ def test_one_program_reads_every_length_as_if_nothing_came_after(memory):
             )  # fmt: skip
             answers = jnp.argmax(model(tokens[:, :length])[:, -1], axis=-1)
             assert found[i, 1] == jnp.mean(answers == values)
+
+
+def test_followers_are_what_came_after_the_last_occurrence():
+    tokens = np.asarray([[3, 1, 3, 2, 3, 3, 1], [4, 4, 4, 5, 4, 5, 6]])
+    expected = [[-1, -1, 1, -1, 2, 3, 3], [-1, 4, 4, -1, 5, 4, -1]]
+    np.testing.assert_array_equal(followers(jnp.asarray(tokens)), expected)
 
 
 def losses(directory):
