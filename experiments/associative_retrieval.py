@@ -83,7 +83,7 @@ PRESETS = {
         rules=("delta-l2", "sum-l2", "softmax", "delta-dpfp", "sum-elu", "delta-elu"),
         key_dim=64,
         counts=(20, 40, 60, 80, 120, 200),
-        test_sequences=256,
+        test_sequences=64,
     ),
 }
 
