@@ -243,7 +243,7 @@ def _draw_accuracy(
     ax.set(title=group, xlabel="position in the word", ylabel="fraction right")
     ax.set(xlim=(0, options.test_length), ylim=(max(0, chance - 0.2), 1.12))
     ax.set_yticks(np.arange(0 if chance < 0.3 else 4, 11, 2) / 10)
-    ax.legend(loc="best")
+    _legend_below(ax)
 
 
 def _draw_strengths(ax: figures.Axes, lanes_of: dict[str, Sequence[Row]]) -> None:
@@ -263,4 +263,8 @@ def _draw_strengths(ax: figures.Axes, lanes_of: dict[str, Sequence[Row]]) -> Non
     ax.set(title=r"Learned $\beta$", xlabel="element", xlim=(-0.5, 1.5), ylim=(-0.05, 2.1))
     ax.set_ylabel(r"$\beta$ of each head and seed")
     ax.grid(axis="x", visible=False)
-    ax.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
+    _legend_below(ax)
+
+
+def _legend_below(ax: figures.Axes) -> None:
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
