@@ -16,8 +16,14 @@ from experiments.delta_as_sgd import DeltaAsSgd
 from experiments.delta_as_sgd import run as run_delta_as_sgd
 from experiments.memory_capacity import MemoryCapacity
 from experiments.memory_capacity import run as run_memory_capacity
+from experiments.needle import PRESETS as NEEDLE
+from experiments.needle import Needle
+from experiments.needle import run as run_needle
 from experiments.pack_text import PackText
 from experiments.pack_text import run as run_pack_text
+from experiments.recall import PRESETS as RECALL
+from experiments.recall import Recall
+from experiments.recall import run as run_recall
 from experiments.record import RecordError
 from experiments.scan_vs_chunk import PRESETS as SCAN_VS_CHUNK
 from experiments.scan_vs_chunk import ScanVsChunk
@@ -37,6 +43,8 @@ Options = (
     ScanVsChunk
     | StateTracking
     | AssociativeRetrieval
+    | Recall
+    | Needle
     | MemoryCapacity
     | CacheSize
     | DeltaAsSgd
@@ -62,6 +70,8 @@ def parse(arguments: Sequence[str]) -> Options:
             AssociativeRetrieval,
             tyro.conf.subcommand("associative-retrieval", default=ASSOCIATIVE_RETRIEVAL[preset]),
         ]
+        | Annotated[Recall, tyro.conf.subcommand("recall", default=RECALL[preset])]
+        | Annotated[Needle, tyro.conf.subcommand("needle", default=NEEDLE[preset])]
         | Annotated[MemoryCapacity, tyro.conf.subcommand("memory-capacity")]
         | Annotated[CacheSize, tyro.conf.subcommand("cache-size")]
         | Annotated[DeltaAsSgd, tyro.conf.subcommand("delta-as-sgd")]
@@ -96,6 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return run_state_tracking(options)
             case AssociativeRetrieval():
                 return run_associative_retrieval(options)
+            case Recall():
+                return run_recall(options)
+            case Needle():
+                return run_needle(options)
             case MemoryCapacity():
                 run_memory_capacity(options)
             case CacheSize():

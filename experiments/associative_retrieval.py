@@ -10,13 +10,11 @@ Softmax attention sees no positions, so it is a ceiling for setting 1 alone: of 
 one key it cannot tell the later.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
@@ -26,9 +24,9 @@ from deltanet_jax import linear_attention
 from deltanet_jax.layers.features import FEATURE_MAPS
 from deltanet_jax.layers.norms import NORMS
 from experiments import figures
-from experiments.figures import PALETTE
+from experiments.figures import Look
 from experiments.record import Row, Run
-from experiments.sweep import Case, Sweep, best_rate, run_sweep, spread, train
+from experiments.sweep import Case, Sweep, best_rate, run_sweep, spread, train_all
 from experiments.tables import console, make_table
 from experiments.tasks.pairs import Pairs, draw_pairs
 
@@ -44,18 +42,16 @@ class Rule(NamedTuple):
     rule: str
     feature_map: str
     norm: str
-    label: str
-    color: str
-    marker: str
+    look: Look
 
 
 RULES = {
-    "softmax": Rule("softmax", "identity", "none", "softmax, no positions", "black", "o"),
-    "sum-elu": Rule("normalised sum", "elu", "none", "sum, elu+1, normalised", "orange", "s"),
-    "sum-l2": Rule("sum", "identity", "l2", "sum, L2", "pink", "D"),
-    "delta-elu": Rule("delta", "elu", "sum", "delta, elu+1", "sky", "v"),
-    "delta-dpfp": Rule("delta", "dpfp", "sum", "delta, DPFP-1", "green", "P"),
-    "delta-l2": Rule("delta", "identity", "l2", "delta, L2", "blue", "^"),
+    "softmax": Rule("softmax", "identity", "none", Look("softmax, no positions", "black", "o")),
+    "sum-elu": Rule("normalised sum", "elu", "none", Look("sum, elu+1, normalised", "orange", "s")),
+    "sum-l2": Rule("sum", "identity", "l2", Look("sum, L2", "pink", "D")),
+    "delta-elu": Rule("delta", "elu", "sum", Look("delta, elu+1", "sky", "v")),
+    "delta-dpfp": Rule("delta", "dpfp", "sum", Look("delta, DPFP-1", "green", "P")),
+    "delta-l2": Rule("delta", "identity", "l2", Look("delta, L2", "blue", "^")),
 }
 
 
@@ -81,13 +77,13 @@ PRESETS = {
     "cpu": AssociativeRetrieval(),
     "gpu": AssociativeRetrieval(
         preset="gpu",
-        rates=(1e-3, 3e-3),
-        steps=5000,
-        block=250,
-        batch_size=32,
+        rates=(3e-3, 1e-2),
+        steps=2500,
+        block=100,
+        rules=("delta-l2", "sum-l2", "softmax", "delta-dpfp", "sum-elu", "delta-elu"),
         key_dim=64,
-        counts=(20, 40, 60, 80, 100, 120, 160, 200),
-        test_sequences=256,
+        counts=(20, 40, 60, 80, 120, 200),
+        test_sequences=64,
     ),
 }
 
@@ -171,8 +167,7 @@ def run(options: AssociativeRetrieval) -> int:
 
 
 def _train(options: AssociativeRetrieval, record: Run, bar: Progress) -> None:
-    for name in options.rules:
-        train(options, record, bar, make_case(options, name))
+    train_all(options, record, bar, [make_case(options, name) for name in options.rules])
 
 
 def results(record: Run) -> dict[tuple[str, int, int], list[Row]]:
@@ -191,9 +186,10 @@ def _finish(options: AssociativeRetrieval, record: Run) -> None:
     for setting, title in SETTINGS.items():
         for metric in ("loss", "accuracy"):
             cells = [
-                [RULES[rule].label]
+                [RULES[rule].look.label]
                 + [spread(lane[metric] for lane in found[rule, setting, n]) for n in options.counts]
                 for rule in options.rules
+                if (rule, setting, options.counts[0]) in found
             ]
             columns = [metric, *(f"N = {n}" for n in options.counts)]
             console.print(make_table(f"{title}, d = {options.key_dim}", columns, cells))
@@ -207,8 +203,10 @@ def draw(options: AssociativeRetrieval, found: dict[tuple[str, int, int], list[R
     for column, (setting, title) in enumerate(SETTINGS.items()):
         for ax, metric in zip(axes[:, column], ("loss", "accuracy"), strict=True):
             for name in options.rules:
-                lanes = [found[name, setting, n] for n in options.counts]
-                _draw_line(ax, options.counts, [[x[metric] for x in ls] for ls in lanes], name)
+                if (name, setting, options.counts[0]) in found:
+                    lanes = [found[name, setting, n] for n in options.counts]
+                    values = [[x[metric] for x in ls] for ls in lanes]
+                    figures.spread_line(ax, options.counts, values, RULES[name].look)
             ax.axvline(options.key_dim, color="black", ls="--", lw=0.9)
             ax.set(title=f"{title}", ylabel="half squared error" if metric == "loss" else
                    "fraction right")  # fmt: skip
@@ -219,14 +217,3 @@ def draw(options: AssociativeRetrieval, found: dict[tuple[str, int, int], list[R
     figures.letter(axes.flat)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return fig
-
-
-def _draw_line(
-    ax: figures.Axes, counts: Sequence[int], values: Sequence[Sequence[float]], name: str
-) -> None:
-    y = np.asarray(values, float)
-    mean = y.mean(1)
-    rule = RULES[name]
-    bars = [mean - y.min(1), y.max(1) - mean]
-    look = {"marker": rule.marker, "color": PALETTE[rule.color], "label": rule.label}
-    ax.errorbar(counts, mean, bars, capsize=1.5, elinewidth=0.8, **look)

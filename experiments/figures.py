@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -13,7 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 __all__ = [
+    "MEMORIES",
     "PALETTE",
+    "Look",
     "bytes_axis",
     "figure",
     "letter",
@@ -21,6 +24,7 @@ __all__ = [
     "save",
     "seconds_axis",
     "slope_guide",
+    "spread_line",
     "style",
 ]
 
@@ -34,6 +38,25 @@ PALETTE = {
     "red": "#D55E00",
     "pink": "#CC79A7",
     "grey": "#7F7F7F",
+}
+
+
+class Look(NamedTuple):
+    """How one model is drawn in every panel."""
+
+    label: str
+    color: str
+    """A name in `PALETTE`."""
+    marker: str
+
+
+# The memories of `experiments.models`.
+MEMORIES = {
+    "softmax": Look("softmax attention", "black", "o"),
+    "linear": Look("linear attention (sum)", "orange", "s"),
+    "gated-linear": Look("gated linear attention", "pink", "D"),
+    "delta": Look("DeltaNet", "blue", "^"),
+    "gated-delta": Look("Gated DeltaNet", "green", "v"),
 }
 
 STYLE = {
@@ -91,6 +114,17 @@ def letter(axes: Sequence[Axes]) -> None:
         title = ax.get_title()
         ax.set_title("")
         ax.set_title(f"({name})  {title}", loc="left")
+
+
+def spread_line(
+    ax: Axes, x: Sequence[float], values: Sequence[Sequence[float]], look: Look
+) -> None:
+    """The mean of each row of `values` against `x`; bars span its least and greatest."""
+    y = np.asarray(values, float)
+    mean = y.mean(1)
+    bars = [mean - y.min(1), y.max(1) - mean]
+    ax.errorbar(x, mean, bars, capsize=1.5, elinewidth=0.8, marker=look.marker,
+                color=PALETTE[look.color], label=look.label)  # fmt: skip
 
 
 def powers_of_two_axis(ax: Axes, label: str, ticks: Sequence[float]) -> None:

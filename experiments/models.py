@@ -7,10 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.layers.convolution import ShortConvolution, causal_convolution
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
+from deltanet_jax.ops import variants
 
-__all__ = ["SoftmaxAttention", "make_model"]
+__all__ = ["MEMORIES", "SoftmaxAttention", "make_model", "memory_floats"]
+
+MEMORIES = ("softmax", "linear", "gated-linear", "delta", "gated-delta")
 
 
 class SoftmaxAttention(nnx.Module):
@@ -69,14 +73,55 @@ def rotate(x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def make_model(config: DeltaNetConfig, memory: str, rngs: nnx.Rngs) -> DeltaNetLM:
-    """The language model of this config with "delta", "gated-delta" or "softmax" in every block."""
+class NoMLP(nnx.Module):
+    """In the place of an MLP: adds nothing."""
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Zeros."""
+        return jnp.zeros_like(x)
+
+
+def without_delta_rule(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """The same tokens for a memory that adds and never corrects."""
+    problem = replace(problem, beta=None)
+    return variants.choose(None, problem, chunk_size)(problem, chunk_size)
+
+
+def make_model(
+    config: DeltaNetConfig, memory: str, rngs: nnx.Rngs, *, mlp: bool = True
+) -> DeltaNetLM:
+    """The language model of this config with one of `MEMORIES` in every block.
+
+    `linear` and `gated-linear` are the layers of `delta` and `gated-delta` without the delta
+    rule and the write strength. Without `mlp` the blocks are mixers alone.
+
+    Raises:
+        ValueError: If there is no such memory.
+    """
+    if memory not in MEMORIES:
+        raise ValueError(f"`memory` must be one of {', '.join(MEMORIES)}; got {memory!r}")
+    adds = memory in ("linear", "gated-linear")
     model = DeltaNetLM(
-        replace(config, gate="scalar" if memory == "gated-delta" else "none"), rngs=rngs
+        replace(
+            config,
+            gate="scalar" if memory.startswith("gated") else "none",
+            use_beta=config.use_beta and not adds,
+        ),
+        implementation=without_delta_rule if adds else None,
+        rngs=rngs,
     )
-    if memory == "softmax":
-        for block in model.blocks:
+    for block in model.blocks:
+        if memory == "softmax":
             block.mixer = SoftmaxAttention(
                 config.hidden_size, config.num_heads, conv_size=config.conv_size, rngs=rngs
             )
+        if not mlp:
+            block.mlp = NoMLP()
     return model
+
+
+def memory_floats(config: DeltaNetConfig, memory: str, tokens: int) -> int:
+    """Numbers that all blocks keep of this many tokens, but for the convolutions' inputs."""
+    if memory == "softmax":
+        return config.num_layers * 2 * tokens * config.hidden_size
+    return config.num_layers * config.value_heads * config.key_dim * config.value_dim

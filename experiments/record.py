@@ -119,6 +119,7 @@ class Run:
         """Open a directory that `start` or `resume` has checked."""
         self.directory = directory
         self.config = config
+        self._opened = time.monotonic()
         metrics = directory / "metrics.jsonl"
         kept = _whole_lines(metrics)
         self.rows: list[Row] = [json.loads(line) for line in kept]
@@ -163,6 +164,11 @@ class Run:
         changed = {key: now[key] for key in now if now[key] != config["environment"].get(key)}
         run.write({"kind": "resumed", "changed_environment": changed})
         return run
+
+    @property
+    def seconds(self) -> float:
+        """Time since the directory was opened."""
+        return time.monotonic() - self._opened
 
     def write(self, row: Mapping[str, object]) -> Row:
         """Append a row and put it on disk."""

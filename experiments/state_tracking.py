@@ -35,7 +35,7 @@ from experiments.sweep import (
     cross_entropy,
     run_sweep,
     spread,
-    train,
+    train_all,
 )
 from experiments.tables import console, make_table
 from experiments.tasks.groups import GROUPS, group_words
@@ -97,12 +97,12 @@ PRESETS = {
     "cpu": StateTracking(),
     "gpu": StateTracking(
         preset="gpu",
-        rates=(1e-3, 3e-3),
-        steps=10_000,
-        block=500,
-        batch_size=256,
-        parity_arms=("softmax", "delta01", "delta02", "gated02"),
-        permutation_arms=("delta02", "double01", "double02"),
+        rates=(1e-3, 3e-3, 1e-2),
+        steps=4000,
+        block=200,
+        batch_size=128,
+        parity_arms=("delta02", "delta01", "gated02", "softmax"),
+        permutation_arms=("double02", "delta02", "double01", "delta01"),
         length=40,
         test_length=512,
         hidden_size=128,
@@ -183,8 +183,7 @@ def run(options: StateTracking) -> int:
 
 
 def _train(options: StateTracking, record: Run, bar: Progress) -> None:
-    for case in cases(options):
-        train(options, record, bar, case)
+    train_all(options, record, bar, cases(options))
 
 
 def results(record: Run) -> dict[tuple[str, str], list[Row]]:
@@ -244,7 +243,7 @@ def _draw_accuracy(
     ax.set(title=group, xlabel="position in the word", ylabel="fraction right")
     ax.set(xlim=(0, options.test_length), ylim=(max(0, chance - 0.2), 1.12))
     ax.set_yticks(np.arange(0 if chance < 0.3 else 4, 11, 2) / 10)
-    ax.legend(loc="best")
+    _legend_below(ax)
 
 
 def _draw_strengths(ax: figures.Axes, lanes_of: dict[str, Sequence[Row]]) -> None:
@@ -264,4 +263,8 @@ def _draw_strengths(ax: figures.Axes, lanes_of: dict[str, Sequence[Row]]) -> Non
     ax.set(title=r"Learned $\beta$", xlabel="element", xlim=(-0.5, 1.5), ylim=(-0.05, 2.1))
     ax.set_ylabel(r"$\beta$ of each head and seed")
     ax.grid(axis="x", visible=False)
-    ax.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
+    _legend_below(ax)
+
+
+def _legend_below(ax: figures.Axes) -> None:
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)

@@ -2,14 +2,16 @@
 
 Parameters, batches and evaluations are functions of seed and step alone, and the state is
 kept after every block of steps: a run that was killed goes on as if nothing had happened.
+While one case trains, threads compile the next ones.
 """
 
 import dataclasses
 import itertools
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -27,7 +29,17 @@ from experiments.progress import progress_bar
 from experiments.record import Row, Run
 from experiments.tables import console
 
-__all__ = ["Case", "Sweep", "best_rate", "cross_entropy", "run_sweep", "spread", "train"]
+__all__ = [
+    "Case",
+    "OutOfTimeError",
+    "Sweep",
+    "best_rate",
+    "cross_entropy",
+    "run_sweep",
+    "spread",
+    "train",
+    "train_all",
+]
 
 Options = TypeVar("Options", bound="Sweep")
 Model = Any  # any nnx module; each case calls its own
@@ -57,6 +69,12 @@ class Sweep:
     """Steps between two rows of the record, and between checkpoints; divides `steps`."""
     batch_size: int = 32
     """Sequences per step."""
+    minutes: float | None = None
+    """Stop training after this time, at the end of a block, and show what is done by then."""
+
+
+class OutOfTimeError(Exception):
+    """The run has taken the time that it was given."""
 
 
 class Case(NamedTuple):
@@ -76,24 +94,61 @@ class Case(NamedTuple):
         return " ".join(str(value) for value in self.key.values())
 
 
-def train(options: Sweep, record: Run, bar: Progress, case: Case) -> Row:
+def train_all(options: Sweep, record: Run, bar: Progress, cases: Sequence[Case]) -> list[Row]:
+    """Train cases one after another; see `train`."""
+    # A CPU is busy enough with one program; elsewhere compilation is most of the time.
+    pool = ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 6)
+    try:
+        programs = [
+            None
+            if _result(record, case) or _late(options, record)
+            else pool.submit(_compile, options, case)
+            for case in cases
+        ]
+        return [
+            train(options, record, bar, case, None if program is None else program.result)
+            for case, program in zip(cases, programs, strict=True)
+        ]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def train(
+    options: Sweep,
+    record: Run,
+    bar: Progress,
+    case: Case,
+    compiled: "Callable[[], Program] | None" = None,
+) -> Row:
     """Train a case over all seeds and rates, or find it in the record.
+
+    Args:
+        options: Of the sweep.
+        record: Where rows go, and the state after every block.
+        bar: Gets a task.
+        case: What to train.
+        compiled: Waits for the program of this case; by default it is compiled here.
 
     Raises:
         ValueError: If `block` does not divide `steps`.
+        OutOfTimeError: If the run has taken its `minutes`.
     """
     if options.steps % options.block:
         raise ValueError(
             f"`block` must divide `steps`; got block={options.block}, steps={options.steps}"
         )
     task = bar.add_task(case.title, total=options.steps, note="compiling")
-    found = record.find(kind="result", **case.key)
+    found = _result(record, case)
     if found is not None:
         bar.update(task, completed=options.steps, note="in the record")
         return found
+    if _late(options, record):
+        raise OutOfTimeError
+    program = compiled() if compiled else _compile(options, case)
     path = record.directory / f"checkpoint-{case.title.replace(' ', '-').replace('/', '-')}.npz"
-    trained, row = _fit(options, record, case, path, partial(bar.update, task))
-    measured = _measure(options, case, trained)
+    trained, row = _fit(options, record, case, program, path, partial(bar.update, task))
+    found = program.measure(trained, *_arrays(options, case, MEASUREMENT)[::2])
+    measured = {name: np.asarray(x).tolist() for name, x in found.items()}
     lanes = [
         {"seed": seed, "rate": rate, **case.variants[variant]}
         | {name: values[i] for name, values in measured.items()}
@@ -102,6 +157,14 @@ def train(options: Sweep, record: Run, bar: Progress, case: Case) -> Row:
     result = record.write({"kind": "result", **case.key, **row, "lanes": lanes})
     path.unlink(missing_ok=True)
     return result
+
+
+def _result(record: Run, case: Case) -> Row | None:
+    return record.find(kind="result", **case.key)
+
+
+def _late(options: Sweep, record: Run) -> bool:
+    return options.minutes is not None and record.seconds >= 60 * options.minutes
 
 
 def _lanes(options: Sweep, case: Case) -> list[tuple[int, float, int]]:
@@ -137,10 +200,22 @@ def _graph(case: Case) -> nnx.GraphDef[Model]:
     return nnx.split(nnx.eval_shape(lambda: case.make(nnx.Rngs(0))))[0]
 
 
-def _fit(
-    options: Sweep, record: Run, case: Case, path: Path, report: Callable[..., None]
-) -> tuple[nnx.State, Row]:
-    """The parameters of every lane after training, and what it took."""
+class Program(NamedTuple):
+    """A case compiled for all its lanes."""
+
+    start: Callable[..., Any]
+    """Keys to the state before the first step: parameters and moments."""
+    block: Callable[..., Any]
+    """State, keys, rates, variants and the first step to the next state and the losses."""
+    measure: Callable[..., dict[str, jax.Array]]
+    """Parameters, keys and variants to the measurements."""
+    seconds: float
+    """What compilation took."""
+
+
+def _compile(options: Sweep, case: Case) -> Program:
+    """All programs of a case; nothing of it is run."""
+    begin = time.perf_counter()
     graph, optimizer = _graph(case), _optimizer(options)
 
     def start(key: jax.Array) -> tuple[nnx.State, optax.OptState]:
@@ -166,16 +241,40 @@ def _fit(
 
         return jax.lax.scan(advance, state, first + jnp.arange(options.block))
 
+    def measure(params: nnx.State, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
+        return case.measure(nnx.merge(graph, params), key, variant)
+
+    def build(program: Any, *arguments: Any) -> Any:
+        return program.lower(*arguments).compile(_compiler_options())
+
+    keys, rates, variants = _arrays(options, case, PARAMETERS)
+    state = jax.eval_shape(jax.vmap(start), keys)
+    blocks = jax.jit(jax.vmap(block, in_axes=(0, 0, 0, 0, None)), donate_argnums=0)
+    return Program(
+        build(jax.jit(jax.vmap(start)), keys),
+        build(blocks, state, keys, rates, variants, jnp.asarray(0)),
+        build(jax.jit(jax.vmap(measure)), state[0], keys, variants),
+        time.perf_counter() - begin,
+    )
+
+
+def _fit(
+    options: Sweep,
+    record: Run,
+    case: Case,
+    program: Program,
+    path: Path,
+    report: Callable[..., None],
+) -> tuple[nnx.State, Row]:
+    """The parameters of every lane after training, and what it took."""
     lanes = _arrays(options, case, BATCHES)
-    fresh = jax.jit(jax.vmap(start), compiler_options=_compiler_options())
-    state, first = checkpoint.load(path, fresh(_arrays(options, case, PARAMETERS)[0]))
-    begin = time.perf_counter()
-    batched = jax.jit(jax.vmap(block, in_axes=(0, 0, 0, 0, None)), donate_argnums=0)
-    compiled = batched.lower(state, *lanes, jnp.asarray(first)).compile(_compiler_options())
-    compile_seconds = time.perf_counter() - begin
+    fresh = program.start(_arrays(options, case, PARAMETERS)[0])
+    state, first = checkpoint.load(path, fresh)
     begin = time.perf_counter()
     for end in range(first + options.block, options.steps + 1, options.block):
-        state, losses = compiled(state, *lanes, jnp.asarray(end - options.block))
+        if _late(options, record):
+            raise OutOfTimeError
+        state, losses = program.block(state, *lanes, jnp.asarray(end - options.block))
         means = np.asarray(losses).mean(1)
         record.write({"kind": "train", **case.key, "step": end, "loss": list(means)})
         checkpoint.save(path, state, end)
@@ -184,21 +283,9 @@ def _fit(
     seconds = time.perf_counter() - begin
     return state[0], {
         "parameters": sum(x[0].size for x in jax.tree.leaves(state[0])),
-        "compile_seconds": compile_seconds,
+        "compile_seconds": program.seconds,
         "seconds_per_step": seconds / max(1, options.steps - first),
     }
-
-
-def _measure(options: Sweep, case: Case, params: nnx.State) -> dict[str, list[Any]]:
-    """One list over lanes for each measurement."""
-    graph = _graph(case)
-
-    def one(params: nnx.State, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
-        return case.measure(nnx.merge(graph, params), key, variant)
-
-    keys, _, variants = _arrays(options, case, MEASUREMENT)
-    found = jax.jit(jax.vmap(one), compiler_options=_compiler_options())(params, keys, variants)
-    return {name: np.asarray(x).tolist() for name, x in found.items()}
 
 
 def cross_entropy(
@@ -238,7 +325,8 @@ def run_sweep(
     """Run, or go on with a run; returns the exit status."""
     if options.resume is not None:
         record = Run.resume(experiment, options.resume)
-        options = _restore(type(options), record.config["options"])
+        saved = _restore(type(options), record.config["options"])
+        options = replace(saved, minutes=options.minutes)
     else:
         record = Run.start(experiment, options, options.results, options.name)
     with record:
@@ -246,13 +334,17 @@ def run_sweep(
         try:
             with progress_bar() as bar:
                 body(options, record, bar)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OutOfTimeError) as stop:
+            interrupted = isinstance(stop, KeyboardInterrupt)
             again = f"python -m experiments {experiment} --resume"
-            console.print(f"interrupted; what was measured is in {record.directory}")
+            why = "interrupted" if interrupted else "out of time"
+            console.print(f"{why}; what was measured is in {record.directory}")
             console.print(f"go on with: {again} {shlex.quote(str(record.directory))}",
                           soft_wrap=True)  # fmt: skip
-            return 130
-        finish(options, record)
+            if interrupted:
+                return 130
+        if record.find(kind="result") is not None:
+            finish(options, record)
     return 0
 
 

@@ -60,6 +60,9 @@ def losses(directory):
 
 
 def test_a_killed_run_is_readable_and_goes_on_as_the_unbroken_one(tmp_path, monkeypatch):
+    # Compiled once: what is tested is the record and the checkpoint.
+    program = sweep._compile(TINY, make_case(TINY, "parity", "delta02"))
+    monkeypatch.setattr(sweep, "_compile", lambda options, case: program)
     assert state_tracking.run(replace(TINY, results=tmp_path, name="whole")) == 0
     whole, broken = (tmp_path / "state-tracking" / name for name in ("whole", "broken"))
     save = checkpoint.save
