@@ -14,6 +14,9 @@ from experiments.cache_size import CacheSize
 from experiments.cache_size import run as run_cache_size
 from experiments.delta_as_sgd import DeltaAsSgd
 from experiments.delta_as_sgd import run as run_delta_as_sgd
+from experiments.language_model import PRESETS as LANGUAGE_MODEL
+from experiments.language_model import LanguageModel
+from experiments.language_model import run as run_language_model
 from experiments.memory_capacity import MemoryCapacity
 from experiments.memory_capacity import run as run_memory_capacity
 from experiments.pack_text import PackText
@@ -37,6 +40,7 @@ Options = (
     ScanVsChunk
     | StateTracking
     | AssociativeRetrieval
+    | LanguageModel
     | MemoryCapacity
     | CacheSize
     | DeltaAsSgd
@@ -61,6 +65,10 @@ def parse(arguments: Sequence[str]) -> Options:
         | Annotated[
             AssociativeRetrieval,
             tyro.conf.subcommand("associative-retrieval", default=ASSOCIATIVE_RETRIEVAL[preset]),
+        ]
+        | Annotated[
+            LanguageModel,
+            tyro.conf.subcommand("language-model", default=LANGUAGE_MODEL[preset]),
         ]
         | Annotated[MemoryCapacity, tyro.conf.subcommand("memory-capacity")]
         | Annotated[CacheSize, tyro.conf.subcommand("cache-size")]
@@ -96,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return run_state_tracking(options)
             case AssociativeRetrieval():
                 return run_associative_retrieval(options)
+            case LanguageModel():
+                return run_language_model(options)
             case MemoryCapacity():
                 run_memory_capacity(options)
             case CacheSize():

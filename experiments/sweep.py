@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,21 @@ from flax import nnx
 from rich.progress import Progress
 
 from experiments import checkpoint
+from experiments.compiling import compile_ahead
 from experiments.progress import progress_bar
 from experiments.record import Row, Run
 from experiments.tables import console
 
-__all__ = ["Case", "Sweep", "best_rate", "cross_entropy", "run_sweep", "spread", "train"]
+__all__ = [
+    "Case",
+    "Sweep",
+    "best_rate",
+    "cross_entropy",
+    "run_sweep",
+    "spread",
+    "train",
+    "train_all",
+]
 
 Options = TypeVar("Options", bound="Sweep")
 Model = Any  # any nnx module; each case calls its own
@@ -76,7 +87,19 @@ class Case(NamedTuple):
         return " ".join(str(value) for value in self.key.values())
 
 
-def train(options: Sweep, record: Run, bar: Progress, case: Case) -> Row:
+class Programs(NamedTuple):
+    """What a case runs, compiled."""
+
+    start: Callable[..., Any]
+    block: Callable[..., Any]
+    measure: Callable[..., Any]
+    seconds: float
+    """That compiling took."""
+
+
+def train(
+    options: Sweep, record: Run, bar: Progress, case: Case, programs: Programs | None = None
+) -> Row:
     """Train a case over all seeds and rates, or find it in the record.
 
     Raises:
@@ -91,9 +114,14 @@ def train(options: Sweep, record: Run, bar: Progress, case: Case) -> Row:
     if found is not None:
         bar.update(task, completed=options.steps, note="in the record")
         return found
+    programs = programs or _compile(options, case)
     path = record.directory / f"checkpoint-{case.title.replace(' ', '-').replace('/', '-')}.npz"
-    trained, row = _fit(options, record, case, path, partial(bar.update, task))
-    measured = _measure(options, case, trained)
+    trained, row = _fit(options, record, case, programs, path, partial(bar.update, task))
+    keys, _, variants = _arrays(options, case, MEASUREMENT)
+    measured = {
+        name: np.asarray(x).tolist()
+        for name, x in programs.measure(trained, keys, variants).items()
+    }
     lanes = [
         {"seed": seed, "rate": rate, **case.variants[variant]}
         | {name: values[i] for name, values in measured.items()}
@@ -102,6 +130,32 @@ def train(options: Sweep, record: Run, bar: Progress, case: Case) -> Row:
     result = record.write({"kind": "result", **case.key, **row, "lanes": lanes})
     path.unlink(missing_ok=True)
     return result
+
+
+def train_all(
+    options: Sweep,
+    record: Run,
+    bar: Progress,
+    cases: Sequence[Case],
+    *,
+    threads: int = 0,
+    seconds: float | None = None,
+) -> None:
+    """Train cases in order while `threads` compile the next; none is begun after `seconds`."""
+    begin = time.perf_counter()
+    missing = [case for case in cases if record.find(kind="result", **case.key) is None]
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        ahead = {case.title: pool.submit(_compile, options, case)
+                 for case in (missing if threads else ())}  # fmt: skip
+        try:
+            for case in cases:
+                if seconds is not None and time.perf_counter() - begin > seconds:
+                    console.print(f"no time left for {case.title}; it is not in the table")
+                    continue
+                programs = ahead.pop(case.title, None)
+                train(options, record, bar, case, programs and programs.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _lanes(options: Sweep, case: Case) -> list[tuple[int, float, int]]:
@@ -137,10 +191,8 @@ def _graph(case: Case) -> nnx.GraphDef[Model]:
     return nnx.split(nnx.eval_shape(lambda: case.make(nnx.Rngs(0))))[0]
 
 
-def _fit(
-    options: Sweep, record: Run, case: Case, path: Path, report: Callable[..., None]
-) -> tuple[nnx.State, Row]:
-    """The parameters of every lane after training, and what it took."""
+def _compile(options: Sweep, case: Case) -> Programs:
+    """Start, block of steps and measurement over all lanes, from shapes alone."""
     graph, optimizer = _graph(case), _optimizer(options)
 
     def start(key: jax.Array) -> tuple[nnx.State, optax.OptState]:
@@ -166,16 +218,36 @@ def _fit(
 
         return jax.lax.scan(advance, state, first + jnp.arange(options.block))
 
-    lanes = _arrays(options, case, BATCHES)
-    fresh = jax.jit(jax.vmap(start), compiler_options=_compiler_options())
-    state, first = checkpoint.load(path, fresh(_arrays(options, case, PARAMETERS)[0]))
+    def measure(params: nnx.State, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
+        return case.measure(nnx.merge(graph, params), key, variant)
+
     begin = time.perf_counter()
-    batched = jax.jit(jax.vmap(block, in_axes=(0, 0, 0, 0, None)), donate_argnums=0)
-    compiled = batched.lower(state, *lanes, jnp.asarray(first)).compile(_compiler_options())
-    compile_seconds = time.perf_counter() - begin
+    keys, rates, variants = _arrays(options, case, BATCHES)
+    state = jax.eval_shape(jax.vmap(start), keys)
+    over_lanes = jax.vmap(block, in_axes=(0, 0, 0, 0, None))
+    ahead = partial(compile_ahead, compiler_options=_compiler_options())
+    programs = (
+        ahead(jax.vmap(start), keys),
+        ahead(over_lanes, state, keys, rates, variants, jnp.asarray(0), donate_argnums=0),
+        ahead(jax.vmap(measure), state[0], keys, variants),
+    )
+    return Programs(*programs, time.perf_counter() - begin)
+
+
+def _fit(
+    options: Sweep,
+    record: Run,
+    case: Case,
+    programs: Programs,
+    path: Path,
+    report: Callable[..., None],
+) -> tuple[nnx.State, Row]:
+    """The parameters of every lane after training, and what it took."""
+    state, first = checkpoint.load(path, programs.start(_arrays(options, case, PARAMETERS)[0]))
+    lanes = _arrays(options, case, BATCHES)
     begin = time.perf_counter()
     for end in range(first + options.block, options.steps + 1, options.block):
-        state, losses = compiled(state, *lanes, jnp.asarray(end - options.block))
+        state, losses = programs.block(state, *lanes, jnp.asarray(end - options.block))
         means = np.asarray(losses).mean(1)
         record.write({"kind": "train", **case.key, "step": end, "loss": list(means)})
         checkpoint.save(path, state, end)
@@ -184,21 +256,9 @@ def _fit(
     seconds = time.perf_counter() - begin
     return state[0], {
         "parameters": sum(x[0].size for x in jax.tree.leaves(state[0])),
-        "compile_seconds": compile_seconds,
+        "compile_seconds": programs.seconds,
         "seconds_per_step": seconds / max(1, options.steps - first),
     }
-
-
-def _measure(options: Sweep, case: Case, params: nnx.State) -> dict[str, list[Any]]:
-    """One list over lanes for each measurement."""
-    graph = _graph(case)
-
-    def one(params: nnx.State, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
-        return case.measure(nnx.merge(graph, params), key, variant)
-
-    keys, _, variants = _arrays(options, case, MEASUREMENT)
-    found = jax.jit(jax.vmap(one), compiler_options=_compiler_options())(params, keys, variants)
-    return {name: np.asarray(x).tolist() for name, x in found.items()}
 
 
 def cross_entropy(
