@@ -14,6 +14,9 @@ from experiments.cache_size import CacheSize
 from experiments.cache_size import run as run_cache_size
 from experiments.delta_as_sgd import DeltaAsSgd
 from experiments.delta_as_sgd import run as run_delta_as_sgd
+from experiments.language_model import PRESETS as LANGUAGE_MODEL
+from experiments.language_model import LanguageModel
+from experiments.language_model import run as run_language_model
 from experiments.memory_capacity import MemoryCapacity
 from experiments.memory_capacity import run as run_memory_capacity
 from experiments.needle import PRESETS as NEEDLE
@@ -45,6 +48,7 @@ Options = (
     | AssociativeRetrieval
     | Recall
     | Needle
+    | LanguageModel
     | MemoryCapacity
     | CacheSize
     | DeltaAsSgd
@@ -72,6 +76,10 @@ def parse(arguments: Sequence[str]) -> Options:
         ]
         | Annotated[Recall, tyro.conf.subcommand("recall", default=RECALL[preset])]
         | Annotated[Needle, tyro.conf.subcommand("needle", default=NEEDLE[preset])]
+        | Annotated[
+            LanguageModel,
+            tyro.conf.subcommand("language-model", default=LANGUAGE_MODEL[preset]),
+        ]
         | Annotated[MemoryCapacity, tyro.conf.subcommand("memory-capacity")]
         | Annotated[CacheSize, tyro.conf.subcommand("cache-size")]
         | Annotated[DeltaAsSgd, tyro.conf.subcommand("delta-as-sgd")]
@@ -110,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return run_recall(options)
             case Needle():
                 return run_needle(options)
+            case LanguageModel():
+                return run_language_model(options)
             case MemoryCapacity():
                 run_memory_capacity(options)
             case CacheSize():

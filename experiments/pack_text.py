@@ -1,16 +1,14 @@
 """Write files as a corpus of bytes that is mapped into memory, and not read into it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
 from experiments.tables import console
 from experiments.tasks.corpus import write_corpus
-from experiments.tasks.text import standard_library
+from experiments.tasks.text import documents, standard_library
 
 __all__ = ["PackText", "run"]
 
@@ -30,11 +28,3 @@ def run(options: PackText) -> int:
     total = write_corpus(options.out, documents(options.files or tuple(standard_library())))
     console.print(f"{total:,} tokens in {options.out}")
     return total
-
-
-def documents(paths: tuple[Path, ...]) -> Iterator[np.ndarray]:
-    """The bytes of every file, those of a directory by name."""
-    for path in paths:
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        for file in files:
-            yield np.frombuffer(file.read_bytes(), np.uint8)

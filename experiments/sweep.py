@@ -25,6 +25,7 @@ from flax import nnx
 from rich.progress import Progress
 
 from experiments import checkpoint
+from experiments.compiling import compile_ahead
 from experiments.progress import progress_bar
 from experiments.record import Row, Run
 from experiments.tables import console
@@ -244,16 +245,14 @@ def _compile(options: Sweep, case: Case) -> Program:
     def measure(params: nnx.State, key: jax.Array, variant: jax.Array) -> dict[str, jax.Array]:
         return case.measure(nnx.merge(graph, params), key, variant)
 
-    def build(program: Any, *arguments: Any) -> Any:
-        return program.lower(*arguments).compile(_compiler_options())
-
     keys, rates, variants = _arrays(options, case, PARAMETERS)
     state = jax.eval_shape(jax.vmap(start), keys)
-    blocks = jax.jit(jax.vmap(block, in_axes=(0, 0, 0, 0, None)), donate_argnums=0)
+    blocks = jax.vmap(block, in_axes=(0, 0, 0, 0, None))
+    build = partial(compile_ahead, compiler_options=_compiler_options())
     return Program(
-        build(jax.jit(jax.vmap(start)), keys),
-        build(blocks, state, keys, rates, variants, jnp.asarray(0)),
-        build(jax.jit(jax.vmap(measure)), state[0], keys, variants),
+        build(jax.vmap(start), keys),
+        build(blocks, state, keys, rates, variants, jnp.asarray(0), donate_argnums=0),
+        build(jax.vmap(measure), state[0], keys, variants),
         time.perf_counter() - begin,
     )
 
@@ -343,8 +342,9 @@ def run_sweep(
                           soft_wrap=True)  # fmt: skip
             if interrupted:
                 return 130
-        if record.find(kind="result") is not None:
-            finish(options, record)
+            if record.find(kind="result") is None:
+                return 0
+        finish(options, record)
     return 0
 
 
