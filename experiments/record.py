@@ -47,6 +47,7 @@ def environment() -> Row:
         "device_count": jax.device_count(),
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "system": f"{platform.system()} {platform.machine()}",
+        "xla_flags": os.environ.get("XLA_FLAGS"),
         **_git(),
     }
 

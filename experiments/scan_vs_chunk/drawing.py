@@ -1,6 +1,6 @@
 """The figures of the ablation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ from experiments.figures import PALETTE
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.operators import DIRECTIONS, IMPLEMENTATIONS
 from experiments.scan_vs_chunk.options import ScanVsChunk
-from experiments.scan_vs_chunk.training import ARMS, REFERENCE, losses
+from experiments.scan_vs_chunk.training import ARMS, LARGE, REFERENCE, losses
+from experiments.tables import human_bytes
 
 __all__ = ["draw_all"]
 
@@ -35,13 +36,20 @@ NAMES = {
 
 def draw_all(options: ScanVsChunk, record: Run) -> list[Path]:
     """Every figure that the record has rows for."""
-    measured = record.select(kind="operator", status="measured")
+    rows = record.select(kind="operator")
+    measured = [row for row in rows if row["status"] == "measured"]
+    here = [row for row in rows if (row["B"], row["H"]) == (options.batch_size, options.heads)]
+    at_lengths = [row for row in here if row["T"] in options.lengths]
+    at_sizes = [row for row in here if row["direction"] == DIRECTIONS[1] and row in measured]
     drawn = {}
     with figures.style():
-        if any(row["T"] in options.lengths for row in measured):
-            drawn["against_length"] = draw_lengths(options, measured)
-        if measured:
-            drawn["against_sizes"] = draw_sizes(options, measured)
+        if any(row in measured for row in at_lengths):
+            budget = record.find(kind="budget") or {"bytes": None}
+            drawn["against_length"] = draw_lengths(options, at_lengths, budget["bytes"])
+        if at_sizes:
+            drawn["against_sizes"] = draw_sizes(options, at_sizes)
+        if any(row["T"] in options.ratio_lengths for row in measured):
+            drawn["ratio"] = draw_ratios(options, measured)
         if losses(record):
             drawn["training"] = draw_training(options, record)
         return [p for name, fig in drawn.items() for p in figures.save(fig, record.directory, name)]
@@ -71,26 +79,75 @@ def _sweep(ax: Axes, rows: Sequence[Row], x: str, y: str) -> None:
             _line(ax, mine, x, y, name)
 
 
-def draw_lengths(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
-    """Time and memory against T; proportional growth is the dashed line."""
+def draw_lengths(options: ScanVsChunk, rows: Sequence[Row], budget: float | None) -> Figure:
+    """Time and memory against T; proportional growth is the dashed line.
+
+    Hollow: the memory predicted for what does not fit.
+    """
     fig, axes = figures.figure(2, 2, panel=(3.5, 2.75), sharex=True)
-    rows = [r for r in _default_chunks(measured)
-            if r["d"] == options.head_dim and r["T"] in options.lengths]  # fmt: skip
+    rows = [r for r in _default_chunks(rows) if r["d"] == options.head_dim]
     for row, (y, unit) in enumerate((("seconds", figures.seconds_axis),
                                      ("temporary_bytes", figures.bytes_axis))):  # fmt: skip
         for ax, direction in zip(axes[row], DIRECTIONS, strict=True):
             mine = [r for r in rows if r["direction"] == direction]
-            _sweep(ax, mine, "T", y)
+            fits = [r for r in mine if r["status"] == "measured"]
+            _sweep(ax, fits, "T", y)
             unit(ax, "time per call" if y == "seconds" else "temporary memory")
             figures.powers_of_two_axis(ax, "tokens T" if row else "", options.lengths)
             ax.set_title(direction.replace("+", " + "))
-            _guides(ax, options, mine, y)
+            if row:
+                _draw_too_large(ax, [r for r in mine if r["status"] == "does not fit"], budget)
+            _guides(ax, options, fits, y)
     figures.letter(axes.flat)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     d = options.head_dim
     fig.suptitle(
         f"One call of the delta rule: B = {options.batch_size}, H = {options.heads}, "
         f"d = {d}, {options.dtype}",
+        fontsize=9.5,
+    )
+    return fig
+
+
+def _draw_too_large(ax: Axes, rows: Sequence[Row], budget: float | None) -> None:
+    """Predicted memory of what does not fit, above the line of what there is."""
+    if not rows or budget is None:
+        return
+    ax.axhline(budget, color="black", ls=":", lw=0.9)
+    ax.annotate(f"{human_bytes(budget)} at hand", (0.3, budget), xytext=(0, -2), va="top",
+                xycoords=("axes fraction", "data"), textcoords="offset points",
+                fontsize=7.5)  # fmt: skip
+    for row in rows:
+        color, marker = LOOKS[row["implementation"]]
+        ax.plot(row["T"], row["predicted_temporary_bytes"], marker, mfc="none",
+                color=PALETTE[color])  # fmt: skip
+
+
+def draw_ratios(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
+    """Speed-up over the recurrence at a fixed number of tokens, a panel per head size."""
+    fig, axes = figures.figure(1, len(options.head_dims), panel=(2.6, 2.7), sharey=True)
+    for ax, d in zip(axes.flat, options.head_dims, strict=True):
+        H = options.ratio_width // d
+        rows = [
+            r for r in _default_chunks(measured)
+            if (r["d"], r["H"]) == (d, H) and r["B"] * r["T"] == options.ratio_tokens
+            and r["direction"] == DIRECTIONS[1] and r["T"] in options.ratio_lengths
+        ]  # fmt: skip
+        base = {r["T"]: r["seconds"] for r in rows if r["implementation"] == "recurrent"}
+        ratios = [r | {"ratio": base[r["T"]] / r["seconds"]} for r in rows if r["T"] in base]
+        _sweep(ax, ratios, "T", "ratio")
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(figures.FuncFormatter(lambda y, _: f"{y:g}x"))
+        ax.yaxis.set_minor_formatter(figures.NullFormatter())
+        figures.powers_of_two_axis(ax, "tokens T of a sequence", options.ratio_lengths)
+        ax.set_title(f"d = {d}, H = {H}")
+    axes[0, 0].set_ylabel("times as fast as recurrent")
+    figures.letter(axes.flat)
+    handles = max((ax.get_legend_handles_labels() for ax in axes.flat), key=lambda x: len(x[0]))
+    fig.legend(*handles, loc="outside lower center", ncols=3)
+    fig.suptitle(
+        f"Forward + backward of {_grouped(options.ratio_tokens)} tokens in "
+        f"sequences of T, {options.dtype}",
         fontsize=9.5,
     )
     return fig
@@ -107,17 +164,20 @@ def _guides(ax: Axes, options: ScanVsChunk, rows: Sequence[Row], y: str) -> None
     maps = [4 * options.batch_size * options.heads * T * 2 * options.head_dim**2
             for T in options.lengths]  # fmt: skip
     ax.plot(options.lengths, maps, ":", color=PALETTE["red"], lw=1.1)
-    middle = len(maps) // 2
+    # Along the line and above it: below it other forms have their curves.
+    (x0, y0), (x1, y1) = ax.transData.transform(
+        [(options.lengths[0], maps[0]), (options.lengths[-1], maps[-1])]
+    )
     ax.annotate(
-        "$2d^2$ floats per token", (options.lengths[middle], maps[middle]), xytext=(6, -5),
-        textcoords="offset points", ha="left", va="top", fontsize=7.5, color=PALETTE["red"],
+        "$2d^2$ floats per token", (options.lengths[0], maps[0]), xytext=(4, 3),
+        textcoords="offset points", ha="left", va="bottom", fontsize=7.5, color=PALETTE["red"],
+        rotation=np.degrees(np.arctan2(y1 - y0, x1 - x0)), rotation_mode="anchor",
     )  # fmt: skip
 
 
-def draw_sizes(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
+def draw_sizes(options: ScanVsChunk, rows: Sequence[Row]) -> Figure:
     """Time and memory of forward and backward against head size and chunk size."""
     fig, axes = figures.figure(2, 2, panel=(3.5, 2.6))
-    rows = [r for r in measured if r["direction"] == DIRECTIONS[1]]
     at_length, at_chunk = options.head_sweep_length, options.chunk_sweep_length
     heads = [
         r for r in _default_chunks(rows) if r["T"] == at_length and r["d"] in options.head_dims
@@ -147,9 +207,9 @@ def draw_sizes(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
 
 def draw_training(options: ScanVsChunk, record: Run) -> Figure:
     """The loss curves on one another, their differences, and what they cost."""
-    fig, axes = figures.figure(1, 3, panel=(3.0, 2.8))
-    curve, difference, cost = axes.flat
-    found = losses(record)
+    found, large = losses(record), _large_arms(record)
+    fig, axes = figures.figure(1, 3 + bool(large), panel=(3.0, 2.8))
+    curve, difference, cost = axes.flat[:3]
     widths, lines = (5, 2.6, 1.1), ("-", "-", "-")
     for (arm, values), width, line in zip(found.items(), widths, lines, strict=False):
         color = _arm_color(arm)
@@ -174,7 +234,11 @@ def draw_training(options: ScanVsChunk, record: Run) -> Figure:
     difference.set_ylim(1.2e-8, tolerance * 20)
     difference.legend(loc="upper right")
     difference.set(title="Difference from recurrent", xlabel="step", ylabel="nats per byte")
-    _draw_cost(cost, record)
+    small = {a: (ARMS[a], row) for a in ARMS for row in record.select(kind="arm", arm=a)}
+    _draw_cost(cost, small, "Speed, temporary memory")
+    if large:
+        count = next(iter(large.values()))[1]["parameters"]
+        _draw_cost(axes.flat[3], large, f"{count / 1e6:.0f}M parameters, bfloat16")
     figures.letter(axes.flat)
     return fig
 
@@ -188,17 +252,21 @@ def _grouped(x: float) -> str:
     return f"{x:,.0f}".replace(",", "\u2009")
 
 
-def _draw_cost(ax: Axes, record: Run) -> None:
-    """Tokens per second as bars, with the step's temporary memory written on them."""
+def _large_arms(record: Run) -> dict[str, tuple[str, Row]]:
     rows = {row["arm"]: row for row in record.select(kind="arm")}
-    for place, arm in enumerate(ARMS):
-        if arm not in rows:
-            continue
-        speed, memory = rows[arm]["tokens_per_second"], rows[arm]["temporary_bytes"]
-        ax.barh(place, speed, color=_arm_color(arm), height=0.5)
+    return {arm: (arm.removeprefix(LARGE), row)
+            for arm, row in rows.items() if arm.startswith(LARGE)}  # fmt: skip
+
+
+def _draw_cost(ax: Axes, arms: Mapping[str, tuple[str, Row]], title: str) -> None:
+    """Tokens per second as bars, with the step's temporary memory written on them."""
+    for place, (arm, (name, row)) in enumerate(arms.items()):
+        speed, memory = row["tokens_per_second"], row["temporary_bytes"]
+        color = _arm_color(arm) if arm in ARMS else PALETTE[LOOKS[name][0]]
+        ax.barh(place, speed, color=color, height=0.5)
         text = f"{_grouped(speed)} tokens/s, {_grouped(memory / 1e6)} MB"
         ax.text(0, place + 0.33, f" {text}", va="bottom", ha="left", fontsize=7.5)
-    ax.set_yticks(range(len(ARMS)), [ARMS[arm] for arm in ARMS])
-    ax.set_ylim(-0.5, len(ARMS) - 0.2)
+    ax.set_yticks(range(len(arms)), [name for name, _ in arms.values()])
+    ax.set_ylim(-0.5, len(arms) - 0.2)
     ax.grid(axis="y", visible=False)
-    ax.set(title="Speed, temporary memory", xlabel="tokens per second")
+    ax.set(title=title, xlabel="tokens per second")

@@ -45,6 +45,7 @@ def run(options: ScanVsChunk) -> int:
             return finish(options, record)
         except KeyboardInterrupt:
             write_table(record)
+            drawing.draw_all(options, record)
             command = (
                 f"python -m experiments {EXPERIMENT} --resume {shlex.quote(str(record.directory))}"
             )
@@ -67,15 +68,16 @@ def finish(options: ScanVsChunk, record: Run) -> int:
     write_table(record)
     drawing.draw_all(options, record)
     show_operators(options, record.select(kind="operator"))
+    failed = bool(record.select(kind="operator", status="failed"))
     if not options.training:
-        return 0
+        return int(failed)
     verdict = training.agreement(record, options.loss_tolerance)
     for row in verdict:
         record.write({"kind": "agreement", **row})
     show_training(record, verdict)
     if all(row["agrees"] for row in verdict):
         console.print(f"losses agree step by step within {options.loss_tolerance:g} nats")
-        return 0
+        return int(failed)
     console.print(f"[bold red]losses differ by more than {options.loss_tolerance:g} nats[/]")
     return 1
 
@@ -85,7 +87,7 @@ def write_table(record: Run) -> None:
     latest: dict[tuple[object, ...], Row] = {}
     for row in record.rows:
         if row["kind"] in ("operator", "arm"):
-            names = ("kind", "implementation", "direction", "T", "d", "C", "arm")
+            names = ("kind", "implementation", "direction", "B", "T", "H", "d", "C", "arm")
             latest[tuple(row.get(name) for name in names)] = row
     record.write_table(latest.values())
 
@@ -106,26 +108,29 @@ def show_operators(options: ScanVsChunk, rows: Sequence[Row]) -> None:
         "allocation, and its prediction; error: rms(x - x64) / rms(x64) against the float64 oracle"
     )
     for row in rows:
-        if row["status"] == "does not fit":
-            where = f"T={row['T']} d={row['d']}"
+        if row["status"] in ("does not fit", "failed"):
+            where = f"B={row['B']} T={row['T']} d={row['d']}"
             name, way = row["implementation"], row["direction"]
-            console.print(f"does not fit: {name} {way} {where}: {row['reason']}")
+            console.print(f"{row['status']}: {name} {way} {where}: {row['reason']}")
     not_here = [(r["implementation"], r["reason"]) for r in rows if r["status"] == "not here"]
     for name, reason in dict.fromkeys(not_here):
         console.print(f"not run here: {name}: {reason}")
 
 
 def _cells(row: Row, *, backward: bool) -> list[object]:
-    head = [SHORT[row["implementation"]], row["T"], row["d"], row["C"] or "-"]
+    tokens = row["T"] if row["B"] == 1 else f"{row['B']}x{row['T']}"
+    head = [SHORT[row["implementation"]], tokens, row["d"], row["C"] or "-"]
     predicted = [human_bytes(row["predicted_temporary_bytes"]), human_count(row["predicted_flops"])]
-    if row["status"] == "does not fit":
-        return [*head, "no fit", "", human_bytes(row.get("temporary_bytes")), *predicted, ""]
+    if row["status"] != "measured":
+        status = "failed" if row["status"] == "failed" else "no fit"
+        return [*head, status, "", human_bytes(row.get("temporary_bytes")), *predicted, ""]
     spread = (row["seconds_q75"] - row["seconds_q25"]) / 2
     names = ("error_gradient",) if backward else ("error_output", "error_state")
     errors = " ".join(f"{row[name]:.0e}" for name in names if name in row)
+    around = "once" if row["calls"] == 1 else f"±{100 * spread / row['seconds']:.0f}%"
     return [
         *head,
-        f"{human_seconds(row['seconds'])} ±{100 * spread / row['seconds']:.0f}%",
+        f"{human_seconds(row['seconds'])} {around}",
         human_seconds(row["compile_seconds"]),
         human_bytes(row["temporary_bytes"]),
         *predicted,
@@ -151,3 +156,18 @@ def show_training(record: Run, verdict: Sequence[Row]) -> None:
     title = f"One model, one start, {text['bytes']:,} bytes of {text['source']}"
     columns = ["layer", "last loss", "largest gap", "tokens/s", "memory", "compile"]
     console.print(make_table(title, columns, cells))
+    large = [
+        [
+            name.removeprefix(training.LARGE),
+            f"{row['parameters']:,}",
+            f"{row['last_loss']:.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+            human_bytes(row["temporary_bytes"]),
+            human_seconds(row["compile_seconds"]),
+        ]
+        for name, row in arms.items()
+        if name.startswith(training.LARGE)
+    ]
+    if large:
+        columns = ["mixers", "parameters", "last loss", "tokens/s", "memory", "compile"]
+        console.print(make_table("A large model in bfloat16", columns, large))

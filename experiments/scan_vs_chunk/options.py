@@ -60,6 +60,19 @@ class ScanVsChunk:
     """Timed calls of a case, at most."""
     case_seconds: float = 0.4
     """Time after which a case is called no more, once it has three calls."""
+    once_above: float = 20.0
+    """Seconds of a case's first call above which it is called only that once."""
+    ratio_lengths: tuple[int, ...] = ()
+    """T of the sweep at a fixed number of tokens a call, of every head size."""
+    ratio_tokens: int = 16384
+    """Tokens a call of that sweep: shorter sequences, more of them."""
+    ratio_width: int = 2048
+    """Channels of that sweep: larger heads, fewer of them."""
+    operator_seconds: float | None = None
+    """Seconds after which no other operator is begun; `--resume` takes what is left."""
+    threads: int = 0
+    """Threads that compile all cases of a sweep before it is timed, and all models before they
+    are trained; by default each is compiled when its turn comes."""
     oracle_tokens: int = 4096
     """The float64 oracle covers the outputs of this many tokens, of one head."""
     gradient_tokens: int = 512
@@ -89,6 +102,20 @@ class ScanVsChunk:
     """Nats by which the losses of one step may differ between layers."""
     checkpoint_every: int = 20
     """Steps between checkpoints of training."""
+    large_arms: tuple[str, ...] = ()
+    """Implementations that train a large model in bfloat16 for its speed."""
+    large_width: int = 768
+    """Its channels."""
+    large_layers: int = 14
+    """Its blocks."""
+    large_heads: int = 6
+    """Its heads."""
+    large_batch: int = 16
+    """Sequences per step."""
+    large_length: int = 2048
+    """Bytes per sequence."""
+    large_steps: int = 50
+    """Steps of it."""
 
 
 PRESETS = {
@@ -97,23 +124,29 @@ PRESETS = {
         preset="gpu",
         dtype="bfloat16",
         heads=16,
-        lengths=(1024, 2048, 4096, 8192, 16384, 32768),
+        lengths=(1024, 4096, 16384, 131072),
         head_dim=128,
         head_dims=(64, 128, 256),
-        chunk_sizes=(32, 64, 128),
         head_sweep_length=4096,
-        chunk_sweep_length=4096,
-        sweep_forward=True,
-        repeats=30,
-        case_seconds=1.5,
-        steps=300,
-        train_batch=16,
-        train_length=1024,
+        chunk_sizes=(16, 32, 64, 128, 256),
+        chunk_sweep_length=16384,
+        ratio_lengths=(512, 2048, 8192, 16384),
+        repeats=20,
+        case_seconds=0.25,
+        once_above=0.8,
+        oracle_tokens=512,
+        gradient_tokens=0,
+        threads=16,
+        text_bytes=8_000_000,
+        steps=60,
+        train_batch=8,
+        train_length=512,
         width=256,
         layers=4,
         train_heads=4,
         learning_rate=1e-3,
         loss_tolerance=1e-3,
         checkpoint_every=50,
+        large_arms=("pallas", "chunkwise"),
     ),
 }

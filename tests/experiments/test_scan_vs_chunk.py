@@ -6,18 +6,22 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from deltanet_jax.models import DeltaNetLM
 from experiments import __main__ as command_line
+from experiments.progress import progress_bar
 from experiments.record import Run, read_rows
-from experiments.scan_vs_chunk import ScanVsChunk, main, operators, training
+from experiments.scan_vs_chunk import PRESETS, ScanVsChunk, main, operators, training
 from experiments.scan_vs_chunk.costs import Sizes, predict
 from experiments.scan_vs_chunk.operators import Case
 
 TINY = ScanVsChunk(
     lengths=(32,), head_dim=8, head_dims=(8,), chunk_sizes=(64,), head_sweep_length=32,
-    chunk_sweep_length=32, repeats=3, steps=4, train_batch=2, train_length=32,
-    width=16, layers=1,
-    train_heads=1, checkpoint_every=2, text_bytes=20_000,
+    chunk_sweep_length=32, ratio_lengths=(32,), ratio_tokens=32, ratio_width=8, repeats=3,
+    threads=2, steps=4, train_batch=2, train_length=32, width=16, layers=1,
+    train_heads=1, checkpoint_every=2, text_bytes=20_000, large_arms=("chunkwise",),
+    large_width=16, large_layers=1, large_heads=1, large_batch=2, large_length=32, large_steps=2,
 )  # fmt: skip
 FIRST_ARM, *_, LAST_ARM = training.ARMS
 
@@ -58,7 +62,7 @@ def test_losses_agree_step_by_step(whole):
 def test_leaves_config_table_and_figures(whole):
     names = {path.name for path in whole.directory.iterdir()}
     assert {"config.json", "metrics.jsonl", "table.csv"} <= names
-    for figure in ("against_length", "against_sizes", "training"):
+    for figure in ("against_length", "against_sizes", "ratio", "training"):
         assert {f"{figure}.png", f"{figure}.pdf"} <= names
     config = json.loads((whole.directory / "config.json").read_text())
     assert main.restore(config["options"]) == replace(
@@ -69,7 +73,7 @@ def test_leaves_config_table_and_figures(whole):
 def test_interrupted_and_resumed_training_has_the_losses_of_the_unbroken_run(
     whole, tmp_path, monkeypatch, capsys
 ):
-    options = replace(TINY, operators=False, results=tmp_path, name="broken")
+    options = replace(TINY, operators=False, large_arms=(), results=tmp_path, name="broken")
     write = Run.write
 
     def interrupt(record, row):
@@ -104,13 +108,14 @@ def test_resume_measures_only_what_is_missing(whole, tmp_path, monkeypatch):
     directory.mkdir()
     kept = whole.select(kind="operator")[:5]
     options = json.loads((whole.directory / "config.json").read_text())
-    options["options"] |= {"training": False}
+    options["options"] |= {"training": False, "threads": 0}
     (directory / "config.json").write_text(json.dumps(options))
     lines = "".join(json.dumps(row) + "\n" for row in kept)
     (directory / "metrics.jsonl").write_text(lines + '{"kind": "oper')
     measured = []
 
-    def fake(options, case, budget):
+    def fake(options, case, budget, prepared):
+        assert prepared is None
         measured.append(case)
         return whole.find(kind="operator", **case._asdict())
 
@@ -142,15 +147,50 @@ def test_losses_that_disagree_fail_the_run(whole, tmp_path, monkeypatch, capsys)
 
 def test_what_does_not_fit_is_listed_and_not_run(monkeypatch):
     monkeypatch.setattr(jax, "jit", pytest.fail)
-    case = Case("associative", "forward+backward", 2**20, 128, None)
+    case = Case("associative", "forward+backward", 1, 2**20, 1, 128, None)
     row = operators.measure_case(ScanVsChunk(), case, budget=16e9)
     assert row["status"] == "does not fit"
     assert "GB" in row["reason"]
 
 
+def test_a_call_of_the_ratio_sweep_has_one_number_of_tokens_and_channels():
+    _, ratios, _ = operators.sweeps(PRESETS["gpu"])
+    assert {case.B * case.T for case in ratios} == {16384}
+    assert {case.H * case.d for case in ratios} == {2048}
+    assert {case.d for case in ratios} == {64, 128, 256}
+
+
+def test_no_operator_is_begun_after_its_time(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(operators, "measure_case", pytest.fail)
+    with Run.start(main.EXPERIMENT, TINY, tmp_path, "x") as record, progress_bar() as bar:
+        operators.measure(replace(TINY, operator_seconds=0.0), record, bar)
+    assert not record.select(kind="operator")
+
+
+def test_the_large_model_has_about_100_million_parameters_and_was_trained(whole):
+    config = training.plans(PRESETS["gpu"])["large pallas"].config
+    model = nnx.eval_shape(lambda: DeltaNetLM(config, rngs=nnx.Rngs(0)))
+    assert 95e6 < sum(x.size for x in jax.tree.leaves(nnx.state(model))) < 105e6
+    row = whole.find(kind="arm", arm="large chunkwise")
+    assert row["tokens_per_second"] > 0
+    assert row["last_loss"] < 6.5
+
+
+@pytest.mark.parametrize(
+    ("message", "status"), [("RESOURCE_EXHAUSTED: 1 TB", "does not fit"), ("INTERNAL", "failed")]
+)
+def test_a_case_that_the_device_refuses_is_a_row(monkeypatch, message, status):
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(operators, "compile_ahead", refuse)
+    row = operators.measure_case(TINY, operators.cases(TINY)[0], budget=1e9)
+    assert (row["status"], row["reason"]) == (status, message)
+
+
 def test_predicted_flops_and_memory_of_the_scan_over_tokens_are_the_compilers():
     options = replace(TINY, head_dim=16)
-    arrays, _ = operators.inputs(options, 256, 16)
+    arrays, _ = operators.inputs(options, 1, 256, 1, 16)
     call = lambda arrays: operators._forward(arrays, implementation="associative", C=None)  # noqa: E731
     compiled = jax.jit(call).lower(arrays).compile()
     cost = predict("associative", Sizes(1, 256, 1, 16, 16, 1), backward=False)
@@ -164,8 +204,8 @@ def test_preset_sets_defaults_and_options_override_it():
     options = command_line.parse(["scan-vs-chunk", "--preset", "gpu", "--heads", "2"])
     assert options.preset == "gpu"
     assert options.heads == 2
-    assert options.lengths[-1] == 32768
-    assert command_line.parse(["scan-vs-chunk", "--preset=gpu"]).lengths[-1] == 32768
+    assert options.lengths[-1] == 131072
+    assert command_line.parse(["scan-vs-chunk", "--preset=gpu"]).lengths[-1] == 131072
     assert command_line.parse(["scan-vs-chunk"]) == ScanVsChunk()
 
 
