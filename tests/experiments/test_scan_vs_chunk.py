@@ -108,13 +108,14 @@ def test_resume_measures_only_what_is_missing(whole, tmp_path, monkeypatch):
     directory.mkdir()
     kept = whole.select(kind="operator")[:5]
     options = json.loads((whole.directory / "config.json").read_text())
-    options["options"] |= {"training": False}
+    options["options"] |= {"training": False, "threads": 0}
     (directory / "config.json").write_text(json.dumps(options))
     lines = "".join(json.dumps(row) + "\n" for row in kept)
     (directory / "metrics.jsonl").write_text(lines + '{"kind": "oper')
     measured = []
 
-    def fake(options, case, budget):
+    def fake(options, case, budget, prepared):
+        assert prepared is None
         measured.append(case)
         return whole.find(kind="operator", **case._asdict())
 
