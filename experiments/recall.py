@@ -40,7 +40,7 @@ class Recall(Sweep):
     """Models, in the order of training."""
     hidden_sizes: tuple[int, ...] = (16,)
     """Channels."""
-    pairs: tuple[int, ...] = (4, 8, 16)
+    pairs: tuple[int, ...] = (2, 4, 8, 16)
     """Numbers of pairs; a sequence of training has any of them."""
     length: int = 64
     """Tokens of a sequence."""
@@ -213,7 +213,8 @@ def draw(options: Recall, found: dict[tuple[int, str], list[Row]]) -> Figure:
     for ax in axes[:, 0]:
         ax.set(ylabel="fraction right")
     figures.letter(axes.flat)
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center",
+               ncols=min(3, columns + 1))  # fmt: skip
     return fig
 
 
