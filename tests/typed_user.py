@@ -14,7 +14,7 @@ from deltanet_jax.models.training import make_optimizer, train_step
 def operators(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> str:
     o, state = gated_delta_rule(q, k, v, g, beta, chunk_size=32, implementation=["chunkwise"])
     assert_type(o, jax.Array)
-    one, state = step(q[:, 0], k[:, 0], v[:, 0], state, beta=beta[:, 0])
+    _, state = step(q[:, 0], k[:, 0], v[:, 0], state, beta=beta[:, 0])
     assert_type(state, jax.Array)
     gated_delta_rule(q, k, v, g, beta, chunk_sise=32)  # type: ignore[call-arg]
     gated_delta_rule(q, k, v, g)  # type: ignore[call-arg]
