@@ -6,11 +6,18 @@ READY := $(VENV)/.ready
 PARITY := .venv-parity
 WORKERS ?= 2
 ARGS ?=
+JAX ?= newest
+WHEEL := .venv-wheel-$(JAX)
+WHEEL_TESTS ?= tests/test_smoke.py tests/test_project.py tests/test_docstrings.py tests/ops
+
+# $(call install,PYTHON,REQUIREMENTS)
+install = if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(1) $(2); \
+	else $(1) -m pip install --quiet --disable-pip-version-check $(2); fi
 
 # A small BLAS pool: several test processes must not fight over the cores.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help ablation test test-parity test-tpu-compile lint format docs clean
+.PHONY: help ablation test test-parity test-tpu-compile test-wheel test-extras dist lint format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -19,12 +26,11 @@ $(READY): pyproject.toml setup.cfg
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "deltanet_jax needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@if command -v uv >/dev/null 2>&1; then \
-		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
-		uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
+		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
 	else \
-		$(PYTHON) -m venv $(VENV) && \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
+		$(PYTHON) -m venv $(VENV); \
 	fi
+	@$(call install,$(BIN)/python,-e '.[dev]')
 	@touch $@
 
 ablation: $(READY)  ## the scan-versus-chunk ablation on this machine; options: ARGS="--help"
@@ -35,8 +41,7 @@ test: $(READY)  ## all tests that this machine can run
 
 test-tpu-compile: $(READY)  ## the TPU kernels through the TPU's compiler, which needs no TPU
 	@$(BIN)/python -c 'import libtpu' 2>/dev/null \
-		|| if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[tpu-test]'; \
-		else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tpu-test]'; fi
+		|| { $(call install,$(BIN)/python,-e '.[tpu-test]'); }
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/test_mosaic_tpu_compile.py $(ARGS)
 
 # Pinned, because the tests reach into these packages. PyTorch's own files for a CPU need no CUDA.
@@ -50,6 +55,24 @@ $(PARITY)/.ready: pyproject.toml setup.cfg
 test-parity: $(PARITY)/.ready  ## the tests against PyTorch references, in an environment of their own
 	$(PARITY)/bin/python -m pytest -W default tests/parity $(ARGS)
 
+dist: $(READY)  ## the source distribution, and the wheel built from it, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . >dist.log 2>&1 || { cat dist.log; exit 1; }
+	@rm dist.log && ls dist
+
+# The source distribution holds the tests; without its package they find only the installed one.
+test-wheel: dist  ## tests against the installed wheel, outside of the tree; options: PYTHON=, JAX=0.11.2
+	$(PYTHON) -m venv --clear $(WHEEL)
+	@$(call install,$(WHEEL)/bin/python,"$$(ls dist/*.whl)[dev]" $(if $(filter newest,$(JAX)),,'jax==$(JAX)' 'jaxlib==$(JAX)'))
+	$(WHEEL)/bin/python -m pip check
+	python=$$(pwd)/$(WHEEL)/bin/python; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
+	tar -xzf dist/*.tar.gz -C "$$tree" --strip-components=1 && rm -r "$$tree"/deltanet_jax* && cd "$$tree" && \
+	$$python tests/installed.py $(if $(filter newest,$(JAX)),--types) && \
+	$$python -m pytest -n $(WORKERS) --dist worksteal $(WHEEL_TESTS) $(ARGS)
+
+test-extras: dist  ## each extra of the wheel in an empty environment of its own
+	$(BIN)/python tests/extras.py dist/*.whl
+
 lint: $(READY)  ## style, types and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,11 +84,10 @@ format: $(READY)  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 
 docs: $(READY)  ## the documentation site, in docs/_build/html
-	@$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null \
-		|| if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[docs]'; \
-		else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'; fi
+	@$(BIN)/python -c 'import sphinx, myst_nb, furo, ipykernel' 2>/dev/null \
+		|| { $(call install,$(BIN)/python,-e '.[docs]'); }
 	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 clean:  ## remove what was built, not what was measured
-	rm -rf $(VENV) $(PARITY) .venv-newest build dist docs/_build *.egg-info uv.lock \
+	rm -rf $(VENV) $(PARITY) .venv-wheel-* build dist docs/_build *.egg-info uv.lock \
 		.pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -1,15 +1,59 @@
 """Sphinx configuration."""
 
+import inspect
+
+from sphinx.application import Sphinx
+
 from deltanet_jax._version import __version__
 
 project = "deltanet_jax"
 copyright = "the deltanet_jax authors"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
+
+# Notebooks run at every build, and a cell that fails is a build that fails.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+
 html_theme = "furo"
 html_title = "deltanet_jax"
-exclude_patterns = ["_build"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+
+default_role = "code"  # docstrings have `names`, as Markdown has
+autoclass_content = "both"
+autodoc_default_options = {"special-members": "__call__"}
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+
+
+PLAIN = (str, int, float, type(None))
+
+
+def _signature(
+    app: Sphinx, what: str, name: str, thing: type, options: object, given: str, returns: str
+) -> tuple[str, str] | None:
+    """The arguments of a class: those of `__init__`, which the metaclass of Flax hides."""
+    if what != "class" or "rngs" not in inspect.signature(thing.__init__).parameters:
+        return None
+    if "__init__" not in vars(thing):
+        return "(...)", returns
+    shown = [
+        p.replace(annotation=p.empty, default=p.default if _plain(p) else ...)
+        for p in inspect.signature(thing.__init__).parameters.values()
+    ]
+    return str(inspect.Signature(shown[1:])).replace("Ellipsis", "..."), returns
+
+
+def _plain(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty or isinstance(parameter.default, PLAIN)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", _signature)

@@ -59,6 +59,15 @@ def load_fla(
         FileNotFoundError: If there is no config.json, or no safetensors.
         ValueError: If an option is not supported, or a tensor is unknown, missing or of another
             shape; the message lists all of them.
+
+    Example:
+        >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)
+        >>> model = DeltaNetLM(config, rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_fla(model, f"{folder}/mine")
+        ...     again = load_fla(f"{folder}/mine", implementation="chunkwise")
+        >>> bool(jnp.all(again.embedding[...] == model.embedding[...]))
+        True
     """
     path, patterns = Path(directory), tuple(ignore)
     data = without(read_config(path), patterns)
@@ -141,6 +150,13 @@ def save_fla(
         FileExistsError: If there is something of that name.
         ValueError: If the model has options that flash-linear-attention does not have; the
             message lists all of them.
+
+    Example:
+        >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_fla(DeltaNetLM(config, rngs=nnx.Rngs(0)), f"{folder}/mine")
+        ...     sorted(os.listdir(f"{folder}/mine"))
+        ['config.json', 'model.safetensors']
     """
     path = Path(directory)
     data, problems = config_to_fla(model.config)

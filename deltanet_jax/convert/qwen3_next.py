@@ -122,6 +122,13 @@ def load_qwen3_next(
         FileNotFoundError: If there is no config.json, or no safetensors.
         ValueError: If an option is not supported, or a tensor of these mixers is unknown,
             missing or of another shape; the message lists all of them.
+
+    Example:
+        >>> mixer = DeltaNet(8, 2, gate="scalar", use_output_gate=True, rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_qwen3_next({0: mixer, 2: mixer}, f"{folder}/mine")
+        ...     list(load_qwen3_next(f"{folder}/mine"))
+        [0, 2]
     """
     path = Path(directory)
     options, chosen, problems = _read_options(read_config(path), layers)
@@ -233,6 +240,13 @@ def save_qwen3_next(
         FileExistsError: If there is something of that name.
         ValueError: If there is no mixer, or one has options that Qwen3-Next does not have; the
             message lists all of them.
+
+    Example:
+        >>> mixer = DeltaNet(8, 2, gate="scalar", use_output_gate=True, rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_qwen3_next({0: mixer}, f"{folder}/mine", dtype="bfloat16")
+        ...     sorted(os.listdir(f"{folder}/mine"))
+        ['config.json', 'model.safetensors']
     """
     if not mixers:
         raise ValueError("`mixers` must hold at least one; got none")

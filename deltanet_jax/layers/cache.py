@@ -33,6 +33,10 @@ def reset_slots(cache: Tree, slots: Bool[Array, " B"]) -> Tree:
 
     Raises:
         ValueError: If `slots` is not a boolean array of one entry per slot.
+
+    Example:
+        >>> reset_slots(jnp.asarray([[1.0], [2.0]]), jnp.asarray([True, False])).tolist()
+        [[0.0], [2.0]]
     """
     zeros: Tree = jax.tree.map(jnp.zeros_like, cache)
     return select_slots(slots, zeros, cache)
@@ -47,6 +51,11 @@ def select_slots(slots: Bool[Array, " B"], chosen: Tree, other: Tree) -> Tree:
     Raises:
         ValueError: If `slots` is not a boolean array of one entry per slot, or the caches are
             not of one shape.
+
+    Example:
+        >>> before, after = jnp.asarray([[1.0], [2.0]]), jnp.asarray([[5.0], [6.0]])
+        >>> select_slots(jnp.asarray([True, False]), before, after).tolist()
+        [[1.0], [6.0]]
     """
     _check_same(chosen, other)
     _check_slots("slots", slots, np.bool_, _slot_count(other))
@@ -68,6 +77,10 @@ def copy_slots(cache: Tree, source: Int[Array, " B"]) -> Tree:
     Raises:
         ValueError: If `source` is not an integer array of one entry per slot, or names a slot
             that does not exist where its values are known.
+
+    Example:
+        >>> copy_slots(jnp.asarray([[1.0], [2.0]]), jnp.asarray([0, 0])).tolist()
+        [[1.0], [1.0]]
     """
     B = _slot_count(cache)
     _check_slots("source", source, np.integer, B)
@@ -83,6 +96,10 @@ def put_slots(cache: Tree, slots: Int[Array, " N"], rows: Tree) -> Tree:
     Raises:
         ValueError: If the caches differ in more than their number of rows, or `slots` has not
             one entry per row.
+
+    Example:
+        >>> put_slots(jnp.zeros((3, 1)), jnp.asarray([2]), rows=jnp.ones((1, 1))).tolist()
+        [[0.0], [0.0], [1.0]]
     """
     _check_same(rows, cache, rows_too=False)
     _check_slots("slots", slots, np.integer, _slot_count(rows))

@@ -40,6 +40,12 @@ class DeltaNet(nnx.Module):
     There are no biases. The subclasses differ in one class attribute, `implementation`, and
     all have one tree of parameters: `nnx.update(b, nnx.state(a))` turns one into another. The
     members without the delta rule are functions only (`gated_linear_attention` and so on).
+
+    Example:
+        >>> layer, x = DeltaNet(8, num_heads=2, rngs=nnx.Rngs(0)), jnp.ones((1, 5, 8))
+        >>> y, cache = layer.extend(x, layer.init_cache(1))
+        >>> y.shape, cache.state.shape, bool(jnp.allclose(y, layer(x), atol=1e-5))
+        ((1, 5, 8), (1, 2, 4, 4), True)
     """
 
     implementation: Choice = None
@@ -145,12 +151,8 @@ class DeltaNet(nnx.Module):
 
     def _make_parameters(self, linear: "partial[nnx.Linear]", rngs: nnx.Rngs) -> None:
         o = self.options
-        D, HV, keys, values = (
-            o.hidden_size,
-            o.value_heads,
-            o.num_heads * o.width,
-            o.value_heads * o.value_dim,
-        )
+        D, HV = o.hidden_size, o.value_heads
+        keys, values = o.num_heads * o.width, HV * o.value_dim
         self.q_proj = linear(D, keys, (EMBED, HEADS))
         self.k_proj = linear(D, keys, (EMBED, HEADS))
         self.v_proj = linear(D, values, (EMBED, HEADS))

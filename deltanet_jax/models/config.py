@@ -34,6 +34,11 @@ class DeltaNetConfig(LayerOptions):
 
     Raises:
         ValueError: If a field has a value it cannot have; the message names it.
+
+    Example:
+        >>> config = DeltaNetConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=2)
+        >>> config.mlp_width, DeltaNetConfig.from_json(config.to_json()) == config
+        (192, True)
     """
 
     vocab_size: int

@@ -89,6 +89,12 @@ class DeltaNetLM(nnx.Module):
 
     Models of one config have one tree of parameters whatever the implementation, so
     `nnx.update(b, nnx.state(a))` turns one into another.
+
+    Example:
+        >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)
+        >>> model = DeltaNetLM(config, rngs=nnx.Rngs(0))
+        >>> model(jnp.asarray([[1, 2, 3]])).shape
+        (1, 3, 9)
     """
 
     def __init__(

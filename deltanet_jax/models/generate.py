@@ -50,6 +50,12 @@ def generate(
 
     Raises:
         ValueError: If an argument is out of range; the message names it.
+
+    Example:
+        >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)
+        >>> model = DeltaNetLM(config, rngs=nnx.Rngs(0))
+        >>> generate(model, jnp.asarray([[1, 2, 3]]), 5, key=jax.random.key(0), top_k=3).shape
+        (1, 5)
     """
     if getattr(prompt, "ndim", None) != 2 or prompt.shape[1] == 0:
         raise ValueError(f"`prompt` must be [B, T] with T >= 1; got {jnp.shape(prompt)}")

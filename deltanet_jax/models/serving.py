@@ -42,7 +42,16 @@ class Request:
 
 
 class Server:
-    """Serves requests of any lengths from a fixed number of slots; memory is constant."""
+    """Serves requests of any lengths from a fixed number of slots; memory is constant.
+
+    Example:
+        >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)
+        >>> server = Server(DeltaNetLM(config, rngs=nnx.Rngs(0)), num_slots=2, prefill=4)
+        >>> requests = [server.submit(prompt, 3) for prompt in ([1, 2], [3], [4, 5, 6])]
+        >>> server.run()
+        >>> [len(request.tokens) for request in requests]
+        [3, 3, 3]
+    """
 
     def __init__(
         self,

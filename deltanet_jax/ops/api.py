@@ -1,7 +1,6 @@
 """The public functions: one per member of the family, over one implementation table."""
 
-from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,12 @@ from jaxtyping import Array, Float, Int
 from deltanet_jax.core import recurrence
 from deltanet_jax.core.recurrence import accumulation_dtype
 from deltanet_jax.ops import canonical, ragged, variants
+from deltanet_jax.ops.arguments import CallOptions, Choice, Gate, Options, Result, Segments
 from deltanet_jax.ops.signature import checked_call, required
 from deltanet_jax.ops.variants import Implementation
 
 __all__ = [
+    "Choice",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear_attention",
@@ -25,29 +26,7 @@ __all__ = [
     "why_not",
 ]
 
-Choice = Implementation | Sequence[Implementation] | None
-Gate = Float[Array, "B T HV"] | Float[Array, "B T HV K"]
-Segments = Int[Array, "B T"]
-Result = tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]
-
 PER_CALL_ARRAYS = ("initial_state", "segment_ids", "cu_seqlens")
-
-
-class CallOptions(TypedDict, total=False):
-    """The keywords that every member shares; `linear_attention` documents them."""
-
-    scale: float | None
-    initial_state: Float[Array, "B HV K V"] | None
-    segment_ids: Segments | None
-    cu_seqlens: Int[Array, " N+1"] | None
-    chunk_size: int | None
-    precision: jax.lax.PrecisionLike
-
-
-class Options(CallOptions, total=False):
-    """The same, with the choice of an implementation."""
-
-    implementation: Choice
 
 
 @checked_call
@@ -117,6 +96,12 @@ def linear_attention(
         ValueError: If an argument has the wrong type, shape or range; the message names it.
         NotImplementedError: If the implementation that was asked for cannot run this call.
 
+    Example:
+        >>> q = k = v = jnp.ones((1, 2, 1, 1))  # one head, one channel, one key written twice
+        >>> o, state = linear_attention(q, k, v)
+        >>> state.item()
+        2.0
+
     References:
         Katharopoulos et al., 2020, arXiv:2006.16236 (linear attention). Schlag et al., 2021,
         arXiv:2102.11174, and Yang et al., 2024, arXiv:2406.06484 (DeltaNet). Yang et al.,
@@ -166,6 +151,12 @@ def delta_rule(
     One step is one step of gradient descent on `1/2 |k S - v|^2` with learning rate `beta`.
     Arguments, results and errors are those of `linear_attention`.
 
+    Example:
+        >>> q = k = v = jnp.ones((1, 2, 1, 1))  # the second write finds nothing to correct
+        >>> o, state = delta_rule(q, k, v, beta=jnp.ones((1, 2, 1)))
+        >>> state.item()
+        1.0
+
     References:
         Schlag et al., 2021, arXiv:2102.11174; Yang et al., 2024, arXiv:2406.06484.
     """
@@ -190,6 +181,12 @@ def gated_delta_rule(
 
     `g` is one log-decay per head, `[B, T, HV]`; one per key channel makes the rule KDA.
     Arguments, results and errors are those of `linear_attention`.
+
+    Example:
+        >>> x, ones = jnp.ones((1, 50, 2, 8)), jnp.ones((1, 50, 2))
+        >>> o, state = gated_delta_rule(x, x, x, g=-0.1 * ones, beta=0.5 * ones)
+        >>> o.shape, state.shape
+        ((1, 50, 2, 8), (1, 2, 8, 8))
 
     References:
         Yang et al., 2024, arXiv:2412.06464.
@@ -216,6 +213,12 @@ def gated_linear_attention(
     (RetNet and Mamba-2's form). Arguments, results and errors are those of
     `linear_attention`.
 
+    Example:
+        >>> x = jnp.ones((1, 3, 1, 1))
+        >>> o, _ = gated_linear_attention(x, x, x, g=jnp.full((1, 3, 1), jnp.log(0.5)))
+        >>> print(np.asarray(o).ravel().round(3))
+        [1.   1.5  1.75]
+
     References:
         Yang et al., 2023, arXiv:2312.06635.
     """
@@ -239,6 +242,13 @@ def kimi_delta_attention(
         o_t = scale * q_t S_t
 
     Arguments, results and errors are those of `linear_attention`; `g` is `[B, T, HV, K]`.
+
+    Example:
+        >>> x, start = jnp.ones((1, 2, 1, 2)), jnp.ones((1, 1, 2, 2))
+        >>> g = jnp.broadcast_to(jnp.asarray([0.0, -jnp.inf]), x.shape)  # one channel forgets
+        >>> _, state = kimi_delta_attention(x, x, x, g, 0 * x[..., 0], initial_state=start)
+        >>> state[0, 0].tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
 
     References:
         Kimi Team, 2025, arXiv:2510.26692.
@@ -270,6 +280,13 @@ def normalized_linear_attention(
     The normaliser is one more value column that holds ones, so the state is
     `[B, HV, K, V+1]`, and `g`, `beta`, segments and initial state act on it as on any other
     column. `scale` cancels up to `eps`. Other arguments are those of `linear_attention`.
+
+    Example:
+        >>> q = k = jnp.ones((1, 3, 1, 1))  # equal weights: the mean of all values so far
+        >>> v = jnp.asarray([3.0, 5.0, 1.0]).reshape(1, 3, 1, 1)
+        >>> o, _ = normalized_linear_attention(q, k, v)
+        >>> print(np.asarray(o).ravel().round(3))
+        [3. 4. 3.]
 
     References:
         Katharopoulos et al., 2020, arXiv:2006.16236.
@@ -309,6 +326,12 @@ def step(
 
     Raises:
         ValueError: If an argument has the wrong type, shape or range; the message names it.
+
+    Example:
+        >>> x, state = jnp.ones((1, 1, 1)), jnp.zeros((1, 1, 1, 1))
+        >>> o, state = step(x, x, 3 * x, state, beta=jnp.ones((1, 1)))
+        >>> state.item()
+        3.0
     """
     q = canonical.check_array("q", q, "[B, H, K]")
     k, v = canonical.check_array("k", k, "[B, H, K]"), canonical.check_array("v", v, "[B, HV, V]")
@@ -353,6 +376,11 @@ def why_not(
 
     Raises:
         ValueError: If the call itself is wrong.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((1, 50, 2, 8), jnp.bfloat16)
+        >>> why_not("chunkwise", x, x, x) is None
+        True
     """
     size = canonical.canonical_chunk_size(options.get("chunk_size"))
     arrays: dict[str, object] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}

@@ -26,6 +26,10 @@ def lengths_to_cu_seqlens(lengths: Int[Array, " N"]) -> Int[Array, " N+1"]:
 
     Raises:
         ValueError: If `lengths` is not an integer array `[N]`, or holds a negative number.
+
+    Example:
+        >>> lengths_to_cu_seqlens(jnp.asarray([2, 0, 3])).tolist()
+        [0, 2, 2, 5]
     """
     lengths = _check_integers("lengths", lengths, "[N]")
     if not isinstance(lengths, jax.core.Tracer) and bool(jnp.any(lengths < 0)):
@@ -39,6 +43,10 @@ def cu_seqlens_to_segment_ids(cu_seqlens: Int[Array, " N+1"], total: int) -> Int
     Raises:
         ValueError: If `cu_seqlens` is not an integer array `[N+1]`, or its values are known and
             do not rise from 0 to `total`.
+
+    Example:
+        >>> cu_seqlens_to_segment_ids(jnp.asarray([0, 2, 2, 5]), total=5).tolist()
+        [[0, 0, 2, 2, 2]]
     """
     check_offsets(cu_seqlens, total)
     ends = jnp.asarray(cu_seqlens)[1:]
@@ -58,6 +66,10 @@ def segment_ids_to_cu_seqlens(
     Raises:
         ValueError: If `segment_ids` is not an integer array `[1, T]`; if there are more runs
             than `num_sequences`, or their number is neither given nor known.
+
+    Example:
+        >>> segment_ids_to_cu_seqlens(jnp.asarray([[7, 7, 4, 4, 4]])).tolist()
+        [0, 2, 5]
     """
     ids = _check_integers("segment_ids", segment_ids, "[1, T]")
     if ids.shape[0] != 1:
@@ -87,6 +99,11 @@ def pad_packed(
     Raises:
         ValueError: If an argument has the wrong shape, or the values of `cu_seqlens` are known
             and wrong, or a sequence is longer than `max_length` (under `jit` it is cut off).
+
+    Example:
+        >>> batch, mask = pad_packed(jnp.arange(5)[None], jnp.asarray([0, 2, 5]), max_length=3)
+        >>> batch.tolist(), mask.tolist()
+        ([[0, 1, 0], [2, 3, 4]], [[True, True, False], [True, True, True]])
     """
     if x.ndim < 2 or x.shape[0] != 1:
         raise ValueError(f"`x` must have shape [1, T, ...]; got {x.shape}")
@@ -110,6 +127,10 @@ def pack_padded(x: Array, cu_seqlens: Int[Array, " N+1"], total: int | None = No
 
     Raises:
         ValueError: If shapes or values disagree, or `total` is neither given nor known.
+
+    Example:
+        >>> pack_padded(jnp.asarray([[0, 1, 0], [2, 3, 4]]), jnp.asarray([0, 2, 5])).tolist()
+        [[0, 1, 2, 3, 4]]
     """
     if not isinstance(cu_seqlens, jax.core.Tracer) and total is None:
         check_offsets(cu_seqlens, None)

@@ -60,6 +60,15 @@ def linear_attention(
         ValueError: If an argument is wrong, `axis_name` is no manual axis of a surrounding
             `shard_map`, or `initial_state` differs along it.
         NotImplementedError: If the implementation that was asked for cannot run this call.
+
+    Example:
+        >>> D = jax.device_count()
+        >>> x, tokens = jnp.ones((1, 2 * D, 1, 1)), jax.P(None, "context")
+        >>> mesh, specs = make_mesh(context=D), {"in_specs": tokens, "out_specs": (tokens, jax.P())}
+        >>> run = partial(linear_attention, axis_name="context")  # two tokens on each device
+        >>> o, state = jax.shard_map(lambda x: run(x, x, x), mesh=mesh, **specs)(x)
+        >>> state.item() == 2 * D
+        True
     """
     check_axis("axis_name", axis_name)
     problem = canonical.canonical_problem(
