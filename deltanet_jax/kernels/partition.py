@@ -6,6 +6,7 @@ independent. `custom_partitioning`, which would let XLA choose the split, has no
 (jax-ml/jax issue 38196).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,9 @@ def over_devices(run: Callable[[Problem], Result], problem: Problem) -> Result:
     mesh = mesh_of(problem.v)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = {name for name, kind in kinds.items() if kind != AxisType.Manual}
-    if math.prod(mesh.shape[name] for name in free) == 1:
+    alone = math.prod(mesh.shape[name] for name in free) == 1
+    # Where some axes are per device already, a kernel asks for all, those of one device as well.
+    if not free or (alone and len(free) == len(kinds)):
         return run(problem)
     if AxisType.Explicit in kinds.values():
         batch, heads = _named_axes(problem)
@@ -53,9 +56,48 @@ def over_devices(run: Callable[[Problem], Result], problem: Problem) -> Result:
     if AxisType.Explicit in kinds.values():
         to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         problem = jax.sharding.reshard(problem, to)  # type: ignore[no-untyped-call]
-    return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names=free)(
-        problem
-    )
+    split = functools.partial(jax.shard_map, mesh=mesh, axis_names=free)
+    if len(free) < len(kinds):
+        return _inside_another(run, split, problem, specs, results)
+    result: Result = split(run, in_specs=(specs,), out_specs=results)(problem)
+    return result
+
+
+def _inside_another(
+    run: Callable[[Problem], Result], split: Any, problem: Problem, specs: Problem, results: Any
+) -> Result:
+    """The same inside another `shard_map`, with a backward that runs the forward again.
+
+    JAX (0.10.2 to 0.11.2) stacks what the derivative of an inner `shard_map` keeps over the
+    axes of the outer one as well, and fails; so nothing is kept but the problem.
+    """
+
+    @jax.custom_vjp
+    def call(arrays: Problem, reset: jax.Array | None) -> Result:
+        together = split(
+            lambda x, reset: run(replace(x, reset=reset)),
+            in_specs=(replace(specs, reset=None), specs.reset),
+            out_specs=results,
+        )
+        result: Result = together(arrays, reset)
+        return result
+
+    def forward(arrays: Problem, reset: jax.Array | None) -> tuple[Result, Any]:
+        return call(arrays, reset), (arrays, reset)
+
+    def backward(kept: tuple[Problem, jax.Array | None], cotangents: Result) -> Any:
+        def pull(x: Problem, reset: jax.Array | None, cotangents: Result) -> Problem:
+            pullback = jax.vjp(lambda x: run(replace(x, reset=reset)), x)[1]
+            gradient: Problem = pullback(cotangents)[0]
+            return gradient
+
+        arrays = replace(specs, reset=None)
+        pulled = split(pull, in_specs=(arrays, specs.reset, results), out_specs=arrays)
+        return pulled(*kept, cotangents), None
+
+    call.defvjp(forward, backward)
+    result: Result = call(replace(problem, reset=None), problem.reset)
+    return result
 
 
 def _named_axes(problem: Problem) -> tuple[Axes, Axes]:

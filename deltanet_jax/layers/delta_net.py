@@ -20,7 +20,7 @@ from deltanet_jax.layers.norms import RMSNorm
 from deltanet_jax.layers.options import OUTPUT_GATES, LayerOptions, check_implementation
 from deltanet_jax.layers.padding import Packing, pack, runs_of
 from deltanet_jax.layers.parameters import EMBED, HEADS, LinearPrecision, projection
-from deltanet_jax.ops.api import Choice, linear_attention
+from deltanet_jax.ops.api import Choice, linear_attention, step
 
 __all__ = ["AssociativeDeltaNet", "ChunkwiseDeltaNet", "DeltaNet", "RecurrentDeltaNet"]
 
@@ -287,22 +287,22 @@ class DeltaNet(nnx.Module):
         if packing is not None:
             # Behind the real tokens: nothing is read, written or forgotten.
             q, k, v, g, beta = jax.tree.map(packing.zero_padding, (q, k, v, g, beta))
-        one_token = cache is not None and axis is None and x.shape[1] == 1
-        operator = linear_attention
-        if axis is not None:
-            operator = partial(parallel.linear_attention, axis_name=axis)
-        o, state = operator(
-            q,
-            k,
-            v,
-            g=g,
-            beta=beta,
-            initial_state=None if cache is None else cache.state,
-            segment_ids=runs if axis is None else segment_ids,
-            chunk_size=self.options.chunk_size,
-            implementation="recurrent" if one_token else self.implementation,
-            precision=self.precision,
-        )
+        tokens: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        if cache is not None and axis is None and x.shape[1] == 1:
+            o, state = step(**jax.tree.map(lambda y: y[:, 0], tokens), state=cache.state)
+            o = o[:, None]
+        else:
+            operator = linear_attention
+            if axis is not None:
+                operator = partial(parallel.linear_attention, axis_name=axis)
+            o, state = operator(
+                **tokens,
+                initial_state=None if cache is None else cache.state,
+                segment_ids=runs if axis is None else segment_ids,
+                chunk_size=self.options.chunk_size,
+                implementation=self.implementation,
+                precision=self.precision,
+            )
         y = self._output(o, x)
         return y if packing is None else packing.scatter(y), DeltaNetCache(state, *inputs)
 

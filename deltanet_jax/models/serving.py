@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from deltanet_jax.layers.cache import reset_slots
 from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
@@ -142,7 +142,10 @@ class Server:
                 counts[i] = min(width, len(request.unread))
                 tokens[i, : counts[i]] = [request.unread.popleft() for _ in range(counts[i])]
         self._key, key = jax.random.split(self._key)
-        sampled, self._cache = self._advance(self._state, self._cache, tokens, counts, fresh, key)
+        # Only where a request begins: it is one more pass over all states.
+        if fresh.any():
+            self._cache = _reset(self._cache, fresh)
+        sampled, self._cache = self._advance(self._state, self._cache, tokens, counts, key)
         return self._collect(np.asarray(sampled))
 
     def run(self) -> None:
@@ -172,22 +175,24 @@ class Server:
         return finished
 
 
+_reset = jax.jit(reset_slots, donate_argnames=("cache",))
+
+
 @partial(jax.jit, static_argnames=("graph", "temperature", "top_k"), donate_argnames=("cache",))
 def _advance(
     state: nnx.State[Any, Any],
     cache: LMCache,
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
-    fresh: Bool[Array, " B"],
     key: Key[Array, ""],
     *,
     graph: nnx.GraphDef[DeltaNetLM],
     temperature: float,
     top_k: int | None,
 ) -> tuple[Int[Array, " B"], LMCache]:
-    """Read `counts[i]` tokens in slot `i`, from a zero state where it is fresh, and sample."""
+    """Read `counts[i]` tokens in slot `i`, and sample."""
     model = nnx.merge(graph, state)
     mask = jnp.arange(tokens.shape[1]) < counts[:, None]
-    features, cache = model.read(tokens, reset_slots(cache, fresh), mask=mask)
+    features, cache = model.read(tokens, cache, mask=mask)
     logits: Float[Array, "B vocab"] = model.logits(last_real(features, mask))[:, 0]
     return sample(logits, key, temperature, top_k), cache

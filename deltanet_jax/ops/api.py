@@ -311,6 +311,9 @@ def step(
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "B HV K V"]]:
     """One token of any member: what a decoder calls.
 
+    On an H100 or H200 a kernel reads the state once and writes it once. Under `jit`, donate the
+    state or make it the carry of a scan: it is then overwritten where it lies.
+
     Args:
         q: Query, `[B, H, K]`.
         k: Key, `[B, H, K]`.
@@ -346,9 +349,8 @@ def step(
         segment_ids=None,
         precision=None,
     )
-    o, new_state = variants.run(
-        problem, algorithm=variants.IMPLEMENTATIONS["recurrent"], chunk_size=1
-    )
+    algorithm = variants.choose_for_one_token(problem)
+    o, new_state = variants.run(problem, algorithm=algorithm, chunk_size=1)
     return o[:, 0].astype(v.dtype), new_state
 
 

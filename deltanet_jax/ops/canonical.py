@@ -49,8 +49,12 @@ def _check_shape(
 
 def check_decay(name: str, g: jax.Array) -> None:
     """Refuse growth where the values are known; under `jit` they are not."""
-    if not isinstance(g, jax.core.Tracer) and bool(jnp.any(g > 0)):
-        raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {float(jnp.max(g))}")
+    if isinstance(g, jax.core.Tracer):
+        return
+    # A body that is being traced may close over known values.
+    with jax.ensure_compile_time_eval():
+        if bool(jnp.any(g > 0)):
+            raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {float(jnp.max(g))}")
 
 
 def check_positive(name: str, value: object, wanted: str = "a positive integer") -> int:

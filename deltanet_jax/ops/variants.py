@@ -5,6 +5,7 @@ from functools import partial
 from typing import Protocol
 
 import jax
+from jax.sharding import AxisType
 
 from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.kernels import mosaic_gpu, mosaic_tpu
@@ -19,6 +20,7 @@ __all__ = [
     "Implementation",
     "check_name",
     "choose",
+    "choose_for_one_token",
     "reason_against",
     "run",
 ]
@@ -53,6 +55,14 @@ def _pallas(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Ar
     return over_devices(lambda x: run_kernels(x, chunk_size, interpret=interpret), problem)
 
 
+def _one_token(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
+    return mosaic_gpu.one_token(problem, in_place=False)
+
+
+def _one_token_in_place(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
+    return mosaic_gpu.one_token(problem, in_place=True)
+
+
 IMPLEMENTATIONS: dict[str, Algorithm] = {
     "recurrent": recurrent,
     "associative": associative,
@@ -81,6 +91,24 @@ def choose(
             raise NotImplementedError(f"`implementation={implementation!r}`: {reason}")
         return _lookup(implementation)
     return _choose_first(implementation, problem, chunk_size)
+
+
+def choose_for_one_token(problem: Problem) -> Algorithm:
+    """The recurrence; on a GPU in a kernel, if it covers the call and one device holds the arrays.
+
+    A state that the caller holds is left as it is. Under `jit` the kernel overwrites it, which
+    costs a copy where the state is neither donated nor the carry of a loop; a new array each
+    time would cost a copy where it is.
+    """
+    mesh = mesh_of(problem.v)
+    shared = any(
+        size > 1 and kind != AxisType.Manual
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+    if _platform(problem) != "gpu" or shared or mosaic_gpu.why_not_one_token(problem) is not None:
+        return recurrent
+    traced = isinstance(problem.initial_state, jax.core.Tracer)
+    return _one_token_in_place if traced else _one_token
 
 
 def reason_against(

@@ -186,3 +186,21 @@ def test_gradients_without_initial_state_inside_scan(implementation: str) -> Non
     for _ in range(2):
         want = expected(inputs, (want, np.zeros((1, 1, 4, 4)))).gradients["v"]
     assert_close("dv", gradient(inputs["v"]), want, GRADIENT)
+
+
+def test_a_scan_that_is_not_jitted_closes_over_gates() -> None:
+    """Their sign can be checked there, as they are known, and growth is still refused."""
+    x = layer_like("gated_delta", SHAPE)
+    state = jnp.asarray(x.pop("initial_state"))
+
+    def repeat(g: jax.Array) -> jax.Array:
+        again = x | {"g": jnp.asarray(g), "implementation": "recurrent"}
+        run = lambda s, _: (linear_attention(**again, initial_state=s)[1], None)  # noqa: E731
+        return jax.lax.scan(run, state, length=2)[0]
+
+    want = state
+    for _ in range(2):
+        want = linear_attention(**x, initial_state=want, implementation="recurrent")[1]
+    assert_close("state", repeat(x["g"]), want, TOLERANCES["float32"].forward)
+    with pytest.raises(ValueError, match="`g` is a log-decay"):
+        repeat(-x["g"])

@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from deltanet_jax import compat
 from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.kernels.mosaic_gpu import split
+from deltanet_jax.kernels.mosaic_gpu.launches import batched
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, why_not
 
 __all__ = ["chunkwise"]
@@ -107,28 +106,6 @@ def _token_vectors(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 2, 3).reshape(B, -1, HV)
 
 
-def _batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`vmap` of a launch is one launch with a larger batch, the first axis of every array."""
-
-    @jax.custom_batching.custom_vmap
-    def call(*arrays: Any) -> Any:
-        # Index arithmetic inside the kernels is in 32 bits.
-        with compat.enable_x64(False):
-            return kernel(*arrays)
-
-    @call.def_vmap
-    def rule(size: int, batched: Any, *arrays: Any) -> Any:
-        def merge(x: jax.Array, is_batched: bool) -> jax.Array:
-            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        out = call(*jax.tree.map(merge, arrays, tuple(batched)))
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call
-
-
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The forward's results, and the inputs of the kernels as the backward reads them."""
     from deltanet_jax.kernels.mosaic_gpu import forward, prep
@@ -155,7 +132,7 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
         return out | {"final": final, "inverse": split.unfold(inverse, call.pieces), "maps": maps}
 
-    out = _batched(launch)(x.q, x.k, x.v, x.state, beta, b)
+    out = batched(launch)(x.q, x.k, x.v, x.state, beta, b)
     return out, {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b}
 
 
@@ -201,7 +178,7 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
         return dq, dk, dv, dbeta, db, dstate
 
     do, dfinal = cotangents
-    out = _batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)
+    out = batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)
     dq, dk, dv, dbeta, db, dstate = out
     dg = None
     if db is not None:

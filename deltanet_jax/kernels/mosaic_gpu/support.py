@@ -4,7 +4,7 @@ import jax
 
 from deltanet_jax.core.recurrence import Problem
 
-__all__ = ["CHUNK", "MULTIPROCESSORS", "why_not"]
+__all__ = ["CHUNK", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
 
 CHUNK = 64
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -26,14 +26,27 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
         return "the Hopper kernels have no gate per key channel"
     if chunk_size not in (None, CHUNK):
         return f"the Hopper kernels work in chunks of {CHUNK} tokens; got {chunk_size}"
+    return _why_not_here()
+
+
+def why_not_one_token(problem: Problem) -> str | None:
+    """Why the decoding kernel cannot run the problem, or `None`."""
+    q, v = problem.q, problem.v
+    (_, T, _, K), V = q.shape, v.shape[-1]
+    if T != 1:
+        return f"the decoding kernel takes one token; got {T}"
+    if {str(x.dtype) for x in (q, problem.k, v)} & {"float64"}:
+        return "the decoding kernel keeps its state in float32; got float64 inputs"
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        return f"the decoding kernel needs head sizes in {HEAD_DIMS}; got K={K}, V={V}"
+    return _why_not_here()
+
+
+def _why_not_here() -> str | None:
+    """Too old a JAX, or another GPU; where there is none, the interpreter may run."""
     if jax.__version_info__ < OLDEST_JAX:
         wanted = ".".join(map(str, OLDEST_JAX))
         return f"the Hopper kernels need jax {wanted} or newer; this is {jax.__version__}"
-    return _why_not_this_gpu()
-
-
-def _why_not_this_gpu() -> str | None:
-    """Another GPU than Hopper in this process; where there is none, the interpreter may run."""
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.devices()[0], "compute_capability", None)

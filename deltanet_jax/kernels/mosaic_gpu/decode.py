@@ -1,0 +1,148 @@
+"""The kernel of one token: it reads the state once and writes it once.
+
+A program holds some columns of one head's state in registers: all of their rows, so that both
+reads, `k S` and `q S`, are sums over what is there. Nothing passes through shared memory but
+those sums. A load of a program is in flight all at once, and several programs share a
+multiprocessor, which is what hides the latency of the memory.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax import compat
+from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+
+__all__ = ["advance"]
+
+WARPS, LANES = 4, 32  # of a program
+VECTOR = 4  # floats in one access
+WIDE, NARROW = 32, 16  # columns of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch; a program is `width` columns of one head."""
+
+    batch: int
+    heads: int  # value heads
+    group: int  # value heads per key head
+    key_dim: int
+    value_dim: int
+    width: int
+    scale: float
+    gate: str | None  # "scalar", "vector" or none
+    delta: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a program's part of the state."""
+        return self.key_dim, self.width
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        """Every thread holds four columns of a few rows; a warp reads whole rows of its part."""
+        lanes = self.width // VECTOR  # along a row
+        rows = self.key_dim // (WARPS * (LANES // lanes))
+        tiling = plgpu.Tiling((self.shape, (self.key_dim // WARPS, self.width), (rows, VECTOR)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)
+
+
+def plan_for(q, v, g, beta, scale: float) -> Plan:
+    """Wide parts of rows, unless that would leave multiprocessors without a program."""
+    (batch, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
+    few = batch * heads * value_dim // WIDE < MULTIPROCESSORS
+    gate = None if g is None else {2: "scalar", 3: "vector"}[g.ndim]
+    return Plan(
+        batch, heads, heads // key_heads, key_dim, value_dim, NARROW if few else WIDE,
+        scale, gate, beta is not None,
+    )  # fmt: skip
+
+
+def _body(plan: Plan, names: tuple[str, ...], *refs) -> None:
+    refs = dict(zip(names, refs, strict=True))
+    item, parts = lax.axis_index("program"), plan.value_dim // plan.width
+    columns = pl.ds(lax.rem(item, parts) * plan.width, plan.width)
+    item = lax.div(item, parts)
+    batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
+    key_head = lax.div(head, plan.group)
+
+    def load(ref, layout) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+    def over_rows(x: jax.Array) -> jax.Array:
+        """`x[i]` at every `[i, j]`."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.shape, [0]), plan.layout)
+
+    def over_columns(x: jax.Array) -> jax.Array:
+        """`x[j]` at every `[i, j]`."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.shape, [1]), plan.layout)
+
+    row, column = plan.layout.reduce(1), plan.layout.reduce(0)
+    state = load(refs["state"].at[batch, head, :, columns], plan.layout)
+    k = over_rows(load(refs["k"].at[batch, key_head], row))
+    q = over_rows(load(refs["q"].at[batch, key_head], row))
+    written = load(refs["v"].at[batch, head, columns], column)
+    if plan.gate == "scalar":
+        state *= jnp.exp(refs["g"][batch, head])
+    elif plan.gate == "vector":
+        state *= over_rows(jnp.exp(load(refs["g"].at[batch, head], row)))
+    if plan.delta:
+        written = refs["beta"][batch, head] * (written - jnp.sum(k * state, axis=0))
+    state += k * over_columns(written)
+    target = refs.get("new_state", refs["state"])
+    target.at[batch, head, :, columns][...] = state
+    o = plan.scale * jnp.sum(q * state, axis=0)
+    refs["o"].at[batch, head, columns][...] = o.astype(refs["o"].dtype)
+
+
+def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=None):
+    """One token.
+
+    Args:
+        q: `[B, H, K]`.
+        k: `[B, H, K]`.
+        v: `[B, HV, V]`.
+        g: Log-decay `[B, HV]` or `[B, HV, K]`, float32, or `None`.
+        beta: `[B, HV]` float32, or `None` without the delta rule.
+        state: `[B, HV, K, V]` float32.
+        scale: Factor on `q`.
+        in_place: Whether the next state takes the place of `state`.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        The output `[B, HV, V]` in the dtype of `v`, and the next state.
+    """
+    plan = plan_for(q, v, g, beta, scale)
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    # The state comes last: after it the output, and where the next state goes.
+    names = (*inputs, "o") if in_place else (*inputs, "o", "new_state")
+    out_type = [compat.type_like(x, x.shape, x.dtype) for x in ((v,) if in_place else (v, state))]
+    kernel = pl.kernel(
+        tiles.named("decode", functools.partial(_body, plan, names)),
+        out_type=out_type,
+        mesh=plgpu.Mesh(
+            grid=(plan.batch * plan.heads * (plan.value_dim // plan.width),),
+            grid_names=("program",),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    if not in_place:
+        o, new_state = kernel(*inputs.values())
+        return o, new_state
+    del inputs["state"]
+
+    def overwrite(refs):
+        held, out = refs
+        (out[...],) = kernel(*inputs.values(), held)
+
+    new_state, o = pl.run_state(overwrite)((state, jnp.zeros_like(v)))
+    return o, new_state
