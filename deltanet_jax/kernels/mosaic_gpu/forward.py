@@ -1,10 +1,14 @@
 """Outputs and states, chunk after chunk; heads and columns of V in parallel.
 
-Rows of one chunk, `S` its incoming state in float32 registers, `T` its inverse::
+Rows of one chunk, `S` its incoming state, `T` its inverse::
 
     u = T (v - exp(b) k S)                 without the delta rule: u = v, and beta is 1
     o = scale * (exp(b) q S + tril(D * (q k^T)) (beta u))
     S = exp(b_C) S + k^T (exp(b_C - b) beta u)
+
+Everything is computed transposed: `S^T`, `u^T` and `o^T` have one column of V to a row, so that
+each of them is the left operand of the next product straight from registers, and the warps of a
+warpgroup never wait for one another between the loads and the stores of a chunk.
 """
 
 import functools
@@ -21,129 +25,107 @@ from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 __all__ = ["run_states", "state_maps"]
 
 CHUNK = tiles.CHUNK
-SHAPE = (CHUNK, WIDTH)
+SHAPE = (WIDTH, CHUNK)  # of everything that has a row for each column of V
 
 
-def _correct(plan: Plan, tile, place, decay):
-    """`u` and `beta u` in registers."""
-    u = tiles.matrix(tile["v"])
+def _over_tokens(tile, name: str) -> jax.Array:
+    """A vector of the chunk, at every column of V."""
+    return tiles.over_columns(tiles.column(tile[name]), SHAPE)
+
+
+def _values(plan: Plan, tile, place) -> jax.Array:
+    values = tiles.load_transposed(tile["v"], interpret=plan.interpret)
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
-        u *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
+        values *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
+    return values
+
+
+def _correct(plan: Plan, tile, place, low) -> jax.Array:
+    """`u^T`."""
+    u = _values(plan, tile, place)
     if not plan.delta:
-        return u, u
-    read = tiles.product(SHAPE, (tile["k"], tile["state"]))
+        return u
+    product = functools.partial(tiles.product, SHAPE, interpret=plan.interpret)
+    read = product((low, tiles.transposed(tile["k"])))
     if plan.gated:
-        read *= tiles.over_rows(decay, SHAPE)
-    tile["error"][...] = (u - read).astype(plan.dtype)
-    plgpu.commit_smem()
-    u = tiles.product(SHAPE, (tile["inverse"], tile["error"]))
-    return u, u * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
+        read *= _over_tokens(tile, "decay")
+    error = (u - read).astype(plan.dtype)
+    return product((error, tiles.transposed(tile["inverse"])))
 
 
-def _store_writes(plan: Plan, refs, tile, tokens, u, write, decayed) -> None:
-    """Fills the tiles that the last products read, and saves `u`."""
-    _settle()
-    if not plan.only_state:
-        tile["write"][...] = write.astype(plan.dtype)
-    if "added" in tile or plan.only_state:
-        tile.get("added", tile["write"])[...] = decayed.astype(plan.dtype)
-    save = plan.save and plan.delta
-    if save:
-        tile["error"][...] = u.astype(plan.dtype)
-    plgpu.commit_smem()
-    if save:
-        plgpu.copy_smem_to_gmem(tile["error"], refs["u"].at[tokens])
-
-
-def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
-    """One chunk; returns the state after it, and the outputs over `scale`."""
+def _chunk(plan: Plan, tile, barriers, chunk, place, state):
+    """One chunk; returns the state after it, `u^T`, and `o^T` over `scale`."""
     _, wait_scores, free = barriers
-    batch, head, columns = place
-    tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-    b = decay = None
-    if plan.gated:
-        b = tiles.row(tile["b"])
-        decay = jnp.exp(b)
-    u, write = _correct(plan, tile, place, decay)
+    low = state.astype(plan.dtype)
+    u = _correct(plan, tile, place, low)
+    write = u * _over_tokens(tile, "beta") if plan.delta else u
     decayed = write
     if plan.gated:
-        total = tiles.row(tile["total"])
-        decayed = write * tiles.over_rows(jnp.exp(total - b), SHAPE)
-        kept = tiles.over_rows(jnp.exp(total), SHAPE)
-        state = [block * kept for block in state]
-    _store_writes(plan, refs, tile, tokens, u, write, decayed)
-    last = []
+        decayed = write * _over_tokens(tile, "rest")
+        state *= tiles.over_rows(tiles.row(tile["kept"]), state.shape)
+    steps = [(state, [(decayed.astype(plan.dtype), tile["k"])])]
     if not plan.only_state:
-        pairs = [(tile["q"], tile["state"]), (tile["scores"], tile["write"])]
+        reads = [(low, tiles.transposed(tile["q"]))]
+        writes = [(write.astype(plan.dtype), tiles.transposed(tile["scores"]))]
         o = jnp.zeros(SHAPE, jnp.float32)
         if plan.gated:
-            o = tiles.product(SHAPE, pairs.pop(0)) * tiles.over_rows(decay, SHAPE)
+            o = tiles.product(SHAPE, *reads, interpret=plan.interpret)
+            o *= _over_tokens(tile, "decay")
+            reads = []
         wait_scores(chunk)
-        last = [(o, pairs)]
-    accumulate = functools.partial(tiles.accumulate, interpret=plan.interpret)
-    if plan.gated and "added" not in tile and not plan.only_state:
-        # Shared memory is full at K = 256: the second use of one tile.
-        (o,), last = accumulate(*last), []
-        _settle()
-        tile["write"][...] = decayed.astype(plan.dtype)
-        plgpu.commit_smem()
-    added = tile.get("added", tile["write"])
-    keys = [tiles.transposed(tile["k"].at[:, rows]) for rows in plan.rows]
-    last += [(block, [(key, added)]) for block, key in zip(state, keys, strict=True)]
-    done = accumulate(*last)
+        steps += [(o, reads + writes)]
+    state, *o = tiles.accumulate(*steps, interpret=plan.interpret)
     free(chunk)
-    if plan.only_state:
-        return done, None
-    return done[-len(state) :], done[0] if len(done) > len(state) else o
-
-
-def _settle() -> None:
-    """All warps are past their products, and no store reads shared memory any more."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    return state, u, o[0] if o else None
 
 
 def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
-    """The chunks of one warpgroup's columns.
-
-    A tile is filled again only after `_settle` or `commit_smem` has held all warps since its
-    last use, so the compiler adds no barriers of its own.
-    """
+    """The chunks of one warpgroup's columns."""
     place = batch, head, columns
 
-    def keep(state):
-        for rows, block in zip(plan.rows, state, strict=True):
-            own["state"].at[rows][...] = block.astype(plan.dtype)
-
-    def save(chunk):
-        target = refs["states"].at[batch, chunk, head, :, columns]
-        plgpu.copy_smem_to_gmem(own["state"], target)
+    def keep(tile, value):
+        tiles.store_transposed(own[tile], value.astype(plan.dtype), interpret=plan.interpret)
 
     def step(chunk, state):
         tile = barriers[0](chunk)
-        state, o = _chunk(plan, refs, tile, barriers, chunk, place, list(state))
-        _settle()
-        keep(state)
-        if o is not None:
-            own["write"][...] = (o * plan.scale).astype(plan.dtype)
-        plgpu.commit_smem()
-        if o is not None:
-            tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-            plgpu.copy_smem_to_gmem(own["write"], refs["o"].at[tokens])
+        last = state
+        state, u, o = _chunk(plan, tile, barriers, chunk, place, state)
+        tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+        if plan.only_state:
+            return state
+        # The stores of the chunk before have read their tiles.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        keep("o", o * plan.scale)
         if plan.save:
-            pl.when(chunk + 1 < plan.chunks)(lambda: save(chunk + 1))
+            keep("state", last)
+            if plan.delta:
+                keep("u", u)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own["o"], refs["o"].at[tokens])
+        if plan.save:
+            plgpu.copy_smem_to_gmem(own["state"], refs["states"].at[batch, chunk, head, :, columns])
+            if plan.delta:
+                plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
         return state
 
-    places = [(batch, head, rows, columns) for rows in plan.rows]
-    state = [tiles.load_f32(refs["start"].at[place]) for place in places]
-    keep(state)
-    plgpu.commit_smem()
-    if plan.save:
-        save(0)
+    place_of_state = batch, head, slice(None), columns
+    state = tiles.load_f32_transposed(refs["start"].at[place_of_state], interpret=plan.interpret)
     state = lax.fori_loop(0, plan.chunks, step, state)
-    for place, block in zip(places, state, strict=True):
-        refs["final"].at[place][...] = block
+    final = refs["final"].at[place_of_state]
+    tiles.store_f32_transposed(final, state, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _vectors(beta, b) -> dict:
+    """The vectors of every chunk; exponentials are taken here, off the serial chain."""
+    vectors = {} if beta is None else {"beta": beta}
+    if b is not None:
+        total = b[..., -1:]
+        kept = jnp.broadcast_to(jnp.exp(total), b.shape)
+        vectors |= {"b": b, "b_column": b, "decay": jnp.exp(b), "rest": jnp.exp(total - b)}
+        vectors |= {"kept": kept}
+    return vectors
 
 
 def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None):
@@ -165,20 +147,19 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
-    plan = serial.plan_for(q, v, beta, b, scale=scale, save=save, interpret=interpret)
-    own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
-    if plan.delta:
-        own |= {"error": SHAPE}
-    if plan.gated and plan.key_dim <= 128:
-        own |= {"added": SHAPE}
+    vectors = _vectors(beta, b)
+    plan = serial.plan_for(q, v, vectors, scale=scale, save=save, interpret=interpret)
+    own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
     outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
     if save:
         chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
         outputs |= {"states": shape(chunks, v.dtype)}
+        own |= {"state": (plan.key_dim, WIDTH)}
         if plan.delta:
+            own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"q": q, "k": k, "v": v, "start": state} | serial.vectors_of(beta, b)
+    inputs = {"q": q, "k": k, "v": v, "start": state} | vectors
     if plan.delta:
         inputs |= {"inverse": inverse}
     return serial.launch(
@@ -203,17 +184,17 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
     """
     heads, value_dim = v.shape[2:]
     batch, _, _, key_dim = k.shape
+    vectors = _vectors(beta, b)
     plan = serial.plan_for(
-        k, v, beta, b, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
+        k, v, vectors, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
     )
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
-    inputs = {"k": k, "v": v, "start": start} | serial.vectors_of(beta, b)
-    own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
+    inputs = {"k": k, "v": v, "start": start} | vectors
+    own = {}
     if plan.delta:
         inputs |= {"inverse": inverse}
-        own |= {"error": SHAPE}
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
         "state_maps", plan, _walk, inputs, outputs, own,

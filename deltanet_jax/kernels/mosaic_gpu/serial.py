@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["WIDTH", "Plan", "launch", "plan_for", "vectors_of"]
+__all__ = ["WIDTH", "Plan", "launch", "plan_for"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -40,6 +40,7 @@ class Plan:
     map_dim: int  # columns after those of V that carry the map of the state
     only_state: bool  # no outputs but the state after the last chunk
     columns: int  # warpgroups that compute, each on WIDTH columns of V
+    vectors: tuple[str, ...]  # loaded with every chunk
     interpret: bool
 
     @property
@@ -81,13 +82,11 @@ class Plan:
             return 232, 40
         return (200, 104) if self.columns == 2 else (240, 104)
 
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
 
-
-def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_state=False) -> Plan:
-    """The plan of a launch on `q` `[B, T, H, K]` and `v` `[B, T, HV, V]`."""
+def plan_for(
+    q, v, vectors, *, scale, interpret, save=False, map_dim=0, only_state=False
+) -> Plan:
+    """The plan of a launch on `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[2:]
     # Shared memory holds the state and two stages of one warpgroup at K = 256; where programs
@@ -96,17 +95,9 @@ def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_sta
     alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), beta is not None, b is not None, save, map_dim, only_state,
-        1 if alone else 2, interpret is not None,
+        float(scale), "beta" in vectors, len(vectors) > 1, save, map_dim, only_state,
+        1 if alone else 2, tuple(vectors), interpret is not None,
     )  # fmt: skip
-
-
-def vectors_of(beta, b) -> dict:
-    """The vectors of every chunk; row and column views of one vector need two copies."""
-    vectors = {} if beta is None else {"beta": beta}
-    if b is not None:
-        vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
-    return vectors
 
 
 def _stages(plan: Plan, values: str) -> dict:
