@@ -11,8 +11,6 @@ each of them is the left operand of the next product straight from registers, an
 warpgroup never wait for one another between the loads and the stores of a chunk.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,79 +39,100 @@ def _values(plan: Plan, tile, place) -> jax.Array:
     return values
 
 
-def _correct(plan: Plan, tile, place, low) -> jax.Array:
-    """`u^T`."""
-    u = _values(plan, tile, place)
-    if not plan.delta:
-        return u
-    product = functools.partial(tiles.product, SHAPE, interpret=plan.interpret)
-    read = product((low, tiles.transposed(tile["k"])))
+def _read(plan: Plan, tile, state, *names: str) -> list[jax.Array]:
+    """`exp(b) S^T x^T` for `x` of the keys, of the queries or of both."""
+    total = [jnp.zeros(SHAPE, jnp.float32) for _ in names]
+    for block, keys in zip(state, plan.key_blocks, strict=True):
+        low = block.astype(plan.dtype)
+        pairs = [[(low, tiles.transposed(tile[x].at[:, keys]))] for x in names]
+        total = tiles.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
     if plan.gated:
-        read *= _over_tokens(tile, "decay")
-    error = (u - read).astype(plan.dtype)
-    return product((error, tiles.transposed(tile["inverse"])))
+        total = [x * _over_tokens(tile, "decay") for x in total]
+    return total
 
 
 def _chunk(plan: Plan, tile, barriers, chunk, place, state):
-    """One chunk; returns the state after it, `u^T`, and `o^T` over `scale`."""
+    """One chunk; returns the state after it, and `o^T` over `scale`."""
     _, wait_scores, free = barriers
-    low = state.astype(plan.dtype)
-    u = _correct(plan, tile, place, low)
-    write = u * _over_tokens(tile, "beta") if plan.delta else u
-    decayed = write
-    if plan.gated:
-        decayed = write * _over_tokens(tile, "rest")
-        state *= tiles.over_rows(tiles.row(tile["kept"]), state.shape)
-    steps = [(state, [(decayed.astype(plan.dtype), tile["k"])])]
+    o = None
+    if plan.delta:
+        # Both readings in flight together, where a second accumulator fits into registers.
+        alone = plan.columns == 1 and plan.key_dim > 64
+        early = ("q",) * (alone and not plan.only_state)
+        read, *o = _read(plan, tile, state, "k", *early)
+        error = (_values(plan, tile, place) - read).astype(plan.dtype)
+        pair = error, tiles.transposed(tile["inverse"])
+        u = tiles.product(SHAPE, pair, interpret=plan.interpret)
+        write = u * _over_tokens(tile, "beta")
+    else:
+        write = _values(plan, tile, place)
     if not plan.only_state:
-        reads = [(low, tiles.transposed(tile["q"]))]
-        writes = [(write.astype(plan.dtype), tiles.transposed(tile["scores"]))]
-        o = jnp.zeros(SHAPE, jnp.float32)
-        if plan.gated:
-            o = tiles.product(SHAPE, *reads, interpret=plan.interpret)
-            o *= _over_tokens(tile, "decay")
-            reads = []
+        # The stores of the chunk before have read their tiles.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if plan.save and plan.delta:
+            _keep(plan, tile["u"], u)
+        o = o or _read(plan, tile, state, "q")
         wait_scores(chunk)
-        steps += [(o, reads + writes)]
-    state, *o = tiles.accumulate(*steps, interpret=plan.interpret)
+        pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
+        steps = [(o[0], [pair])]
+    else:
+        steps = []
+    if plan.gated:
+        write *= _over_tokens(tile, "rest")
+        kept = tiles.row(tile["kept"])
+        state = [block * tiles.over_rows(kept, block.shape) for block in state]
+    added = write.astype(plan.dtype)
+    for block, keys in zip(state, plan.key_blocks, strict=True):
+        steps += [(block, [(added, tile["k"].at[:, keys])])]
+    done = tiles.accumulate(*steps, interpret=plan.interpret)
     free(chunk)
-    return state, u, o[0] if o else None
+    return done[-len(state) :], None if plan.only_state else done[0]
+
+
+def _keep(plan: Plan, tile, x: jax.Array) -> None:
+    tiles.store_transposed(tile, x.astype(plan.dtype), interpret=plan.interpret)
 
 
 def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
 
-    def keep(tile, value):
-        tiles.store_transposed(own[tile], value.astype(plan.dtype), interpret=plan.interpret)
+    def keep_state(state):
+        for block, keys in zip(state, plan.key_blocks, strict=True):
+            _keep(plan, own["state"].at[keys], block)
+
+    def save_state(chunk):
+        target = refs["states"].at[batch, chunk, head, :, columns]
+        plgpu.copy_smem_to_gmem(own["state"], target)
 
     def step(chunk, state):
         tile = barriers[0](chunk)
-        last = state
-        state, u, o = _chunk(plan, tile, barriers, chunk, place, state)
-        tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+        state, o = _chunk(plan, tile, barriers, chunk, place, list(state))
         if plan.only_state:
             return state
-        # The stores of the chunk before have read their tiles.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        keep("o", o * plan.scale)
+        tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+        _keep(plan, own["o"], o * plan.scale)
         if plan.save:
-            keep("state", last)
-            if plan.delta:
-                keep("u", u)
+            keep_state(state)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own["o"], refs["o"].at[tokens])
         if plan.save:
-            plgpu.copy_smem_to_gmem(own["state"], refs["states"].at[batch, chunk, head, :, columns])
+            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(chunk + 1))
             if plan.delta:
                 plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
         return state
 
-    place_of_state = batch, head, slice(None), columns
-    state = tiles.load_f32_transposed(refs["start"].at[place_of_state], interpret=plan.interpret)
+    places = [(batch, head, keys, columns) for keys in plan.key_blocks]
+    state = [
+        tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
+    ]
+    if plan.save:
+        keep_state(state)
+        plgpu.commit_smem()
+        save_state(0)
     state = lax.fori_loop(0, plan.chunks, step, state)
-    final = refs["final"].at[place_of_state]
-    tiles.store_f32_transposed(final, state, interpret=plan.interpret)
+    for at, block in zip(places, state, strict=True):
+        tiles.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -53,6 +53,12 @@ class Plan:
         return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
 
     @property
+    def key_blocks(self) -> tuple:
+        """The blocks of columns of the transposed state."""
+        width = 64 if self.key_dim == 256 else self.key_dim
+        return tuple(pl.ds(i, width) for i in range(0, self.key_dim, width))
+
+    @property
     def key_tiles(self) -> tuple[str, ...]:
         return ("k",) if self.map_dim else ("k", "q")
 
@@ -77,10 +83,10 @@ class Plan:
         multiprocessor.
         """
         if self.key_dim == 64:
-            return None
+            return 128, 104
         if self.map_dim:
             return 232, 40
-        return (200, 104) if self.columns == 2 else (240, 104)
+        return (208, 96) if self.columns == 2 else (240, 104)
 
 
 def plan_for(
