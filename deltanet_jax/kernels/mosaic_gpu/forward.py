@@ -39,8 +39,10 @@ def _values(plan: Plan, tile, place) -> jax.Array:
     return values
 
 
-def _read(plan: Plan, tile, state, *names: str) -> list[jax.Array]:
-    """`exp(b) S^T x^T` for `x` of the keys, of the queries or of both."""
+def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
+    """`exp(b) S^T x^T` of the keys and of the queries; both read one 16-bit copy of a block."""
+    if not names:
+        return {}
     total = [jnp.zeros(SHAPE, jnp.float32) for _ in names]
     for block, keys in zip(state, plan.key_blocks, strict=True):
         low = block.astype(plan.dtype)
@@ -48,35 +50,32 @@ def _read(plan: Plan, tile, state, *names: str) -> list[jax.Array]:
         total = tiles.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
     if plan.gated:
         total = [x * _over_tokens(tile, "decay") for x in total]
-    return total
+    return dict(zip(names, total, strict=True))
 
 
 def _chunk(plan: Plan, tile, barriers, chunk, place, state):
     """One chunk; returns the state after it, and `o^T` over `scale`."""
     _, wait_scores, free = barriers
-    o = None
+    # At K = 64, where two programs share a multiprocessor, registers hold one reading at a time.
+    early = plan.key_dim > 64 and not plan.only_state
+    read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
+    write = u = _values(plan, tile, place)
     if plan.delta:
-        # Both readings in flight together, where a second accumulator fits into registers.
-        alone = plan.columns == 1 and plan.key_dim > 64
-        early = ("q",) * (alone and not plan.only_state)
-        read, *o = _read(plan, tile, state, "k", *early)
-        error = (_values(plan, tile, place) - read).astype(plan.dtype)
+        error = (u - read["k"]).astype(plan.dtype)
         pair = error, tiles.transposed(tile["inverse"])
         u = tiles.product(SHAPE, pair, interpret=plan.interpret)
         write = u * _over_tokens(tile, "beta")
-    else:
-        write = _values(plan, tile, place)
+    steps = []
     if not plan.only_state:
         # The stores of the chunk before have read their tiles.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if plan.save and plan.delta:
             _keep(plan, tile["u"], u)
-        o = o or _read(plan, tile, state, "q")
+        if not early:
+            read |= _read(plan, tile, state, ("q",))
         wait_scores(chunk)
         pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
-        steps = [(o[0], [pair])]
-    else:
-        steps = []
+        steps = [(read["q"], [pair])]
     if plan.gated:
         write *= _over_tokens(tile, "rest")
         kept = tiles.row(tile["kept"])

@@ -55,7 +55,7 @@ class Plan:
     @property
     def key_blocks(self) -> tuple:
         """The blocks of columns of the transposed state."""
-        width = 64 if self.key_dim == 256 else self.key_dim
+        width = 128 if (self.key_dim, self.columns) == (128, 1) else 64
         return tuple(pl.ds(i, width) for i in range(0, self.key_dim, width))
 
     @property
@@ -86,7 +86,7 @@ class Plan:
             return 128, 104
         if self.map_dim:
             return 232, 40
-        return (208, 96) if self.columns == 2 else (240, 104)
+        return (200, 104) if self.columns == 2 else (240, 104)
 
 
 def plan_for(
