@@ -121,7 +121,9 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
     """
     vectors = _vectors(beta, b)
-    plan = serial.plan_for(q, do, vectors, scale=scale, interpret=interpret, only_state=only_state)
+    plan = serial.plan_for(
+        q, do, vectors, scale=scale, interpret=interpret, only_state=only_state, reverse=True
+    )
     inputs = {"q": q, "k": k, "do": do, "end": dstate} | vectors
     own = {"state": (plan.key_dim, WIDTH)}
     if not only_state:
@@ -136,5 +138,5 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         outputs |= {"dv": shape(do.shape, do.dtype), "dstates": shape(chunks, do.dtype)}
     return serial.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
-        values="do", reverse=True, interpret=interpret,
+        values="do", interpret=interpret,
     )  # fmt: skip

@@ -182,7 +182,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         inputs |= {"inverse": inverse}
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
-        values="v", reverse=False, barriers=False, interpret=interpret,
+        values="v", barriers=False, interpret=interpret,
     )  # fmt: skip
 
 
@@ -216,6 +216,6 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
-        values="v", reverse=False, barriers=False, interpret=interpret,
+        values="v", barriers=False, interpret=interpret,
     )["final"]  # fmt: skip
     return final[..., value_dim:], final[..., :value_dim]
