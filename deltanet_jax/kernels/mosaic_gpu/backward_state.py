@@ -93,6 +93,14 @@ def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
+def _vectors(beta, b) -> dict:
+    """The vectors of every chunk; row and column views of one vector need two copies."""
+    vectors = {} if beta is None else {"beta": beta}
+    if b is not None:
+        vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
+    return vectors
+
+
 def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None):
     """Cotangents of the values and of the state around every chunk.
 
@@ -112,8 +120,11 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangent `dstates` of the state
         leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
     """
-    plan = serial.plan_for(q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state)
-    inputs = {"q": q, "k": k, "do": do, "end": dstate} | serial.vectors_of(beta, b)
+    vectors = _vectors(beta, b)
+    plan = serial.plan_for(
+        q, do, vectors, scale=scale, interpret=interpret, only_state=only_state, reverse=True
+    )
+    inputs = {"q": q, "k": k, "do": do, "end": dstate} | vectors
     own = {"state": (plan.key_dim, WIDTH)}
     if not only_state:
         own |= {"dv": SHAPE}
@@ -127,5 +138,5 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         outputs |= {"dv": shape(do.shape, do.dtype), "dstates": shape(chunks, do.dtype)}
     return serial.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
-        values="do", reverse=True, interpret=interpret,
+        values="do", interpret=interpret,
     )  # fmt: skip

@@ -1,13 +1,15 @@
 """Outputs and states, chunk after chunk; heads and columns of V in parallel.
 
-Rows of one chunk, `S` its incoming state in float32 registers, `T` its inverse::
+Rows of one chunk, `S` its incoming state, `T` its inverse::
 
     u = T (v - exp(b) k S)                 without the delta rule: u = v, and beta is 1
     o = scale * (exp(b) q S + tril(D * (q k^T)) (beta u))
     S = exp(b_C) S + k^T (exp(b_C - b) beta u)
-"""
 
-import functools
+Everything is computed transposed: `S^T`, `u^T` and `o^T` have one column of V to a row, so that
+each of them is the left operand of the next product straight from registers, and the warps of a
+warpgroup never wait for one another between the loads and the stores of a chunk.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,129 +23,127 @@ from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 __all__ = ["run_states", "state_maps"]
 
 CHUNK = tiles.CHUNK
-SHAPE = (CHUNK, WIDTH)
+SHAPE = (WIDTH, CHUNK)  # of everything that has a row for each column of V
 
 
-def _correct(plan: Plan, tile, place, decay):
-    """`u` and `beta u` in registers."""
-    u = tiles.matrix(tile["v"])
+def _over_tokens(tile, name: str) -> jax.Array:
+    """A vector of the chunk, at every column of V."""
+    return tiles.over_columns(tiles.column(tile[name]), SHAPE)
+
+
+def _values(plan: Plan, tile, place) -> jax.Array:
+    values = tiles.load_transposed(tile["v"], interpret=plan.interpret)
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
-        u *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
-    if not plan.delta:
-        return u, u
-    read = tiles.product(SHAPE, (tile["k"], tile["state"]))
+        values *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
+    return values
+
+
+def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
+    """`exp(b) S^T x^T` of the keys and of the queries; both read one 16-bit copy of a block."""
+    if not names:
+        return {}
+    total = [jnp.zeros(SHAPE, jnp.float32) for _ in names]
+    for block, keys in zip(state, plan.key_blocks, strict=True):
+        low = block.astype(plan.dtype)
+        pairs = [[(low, tiles.transposed(tile[x].at[:, keys]))] for x in names]
+        total = tiles.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
     if plan.gated:
-        read *= tiles.over_rows(decay, SHAPE)
-    tile["error"][...] = (u - read).astype(plan.dtype)
-    plgpu.commit_smem()
-    u = tiles.product(SHAPE, (tile["inverse"], tile["error"]))
-    return u, u * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
+        total = [x * _over_tokens(tile, "decay") for x in total]
+    return dict(zip(names, total, strict=True))
 
 
-def _store_writes(plan: Plan, refs, tile, tokens, u, write, decayed) -> None:
-    """Fills the tiles that the last products read, and saves `u`."""
-    _settle()
-    if not plan.only_state:
-        tile["write"][...] = write.astype(plan.dtype)
-    if "added" in tile or plan.only_state:
-        tile.get("added", tile["write"])[...] = decayed.astype(plan.dtype)
-    save = plan.save and plan.delta
-    if save:
-        tile["error"][...] = u.astype(plan.dtype)
-    plgpu.commit_smem()
-    if save:
-        plgpu.copy_smem_to_gmem(tile["error"], refs["u"].at[tokens])
-
-
-def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
-    """One chunk; returns the state after it, and the outputs over `scale`."""
+def _chunk(plan: Plan, tile, barriers, chunk, place, state):
+    """One chunk; returns the state after it, and `o^T` over `scale`."""
     _, wait_scores, free = barriers
-    batch, head, columns = place
-    tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-    b = decay = None
-    if plan.gated:
-        b = tiles.row(tile["b"])
-        decay = jnp.exp(b)
-    u, write = _correct(plan, tile, place, decay)
-    decayed = write
-    if plan.gated:
-        total = tiles.row(tile["total"])
-        decayed = write * tiles.over_rows(jnp.exp(total - b), SHAPE)
-        kept = tiles.over_rows(jnp.exp(total), SHAPE)
-        state = [block * kept for block in state]
-    _store_writes(plan, refs, tile, tokens, u, write, decayed)
-    last = []
+    # At K = 64, where two programs share a multiprocessor, registers hold one reading at a time.
+    early = plan.key_dim > 64 and not plan.only_state
+    read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
+    write = u = _values(plan, tile, place)
+    if plan.delta:
+        error = (u - read["k"]).astype(plan.dtype)
+        pair = error, tiles.transposed(tile["inverse"])
+        u = tiles.product(SHAPE, pair, interpret=plan.interpret)
+        write = u * _over_tokens(tile, "beta")
+    steps = []
     if not plan.only_state:
-        pairs = [(tile["q"], tile["state"]), (tile["scores"], tile["write"])]
-        o = jnp.zeros(SHAPE, jnp.float32)
-        if plan.gated:
-            o = tiles.product(SHAPE, pairs.pop(0)) * tiles.over_rows(decay, SHAPE)
+        # The stores of the chunk before have read their tiles.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if plan.save and plan.delta:
+            _keep(plan, tile["u"], u)
+        if not early:
+            read |= _read(plan, tile, state, ("q",))
         wait_scores(chunk)
-        last = [(o, pairs)]
-    accumulate = functools.partial(tiles.accumulate, interpret=plan.interpret)
-    if plan.gated and "added" not in tile and not plan.only_state:
-        # Shared memory is full at K = 256: the second use of one tile.
-        (o,), last = accumulate(*last), []
-        _settle()
-        tile["write"][...] = decayed.astype(plan.dtype)
-        plgpu.commit_smem()
-    added = tile.get("added", tile["write"])
-    keys = [tiles.transposed(tile["k"].at[:, rows]) for rows in plan.rows]
-    last += [(block, [(key, added)]) for block, key in zip(state, keys, strict=True)]
-    done = accumulate(*last)
+        pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
+        steps = [(read["q"], [pair])]
+    if plan.gated:
+        write *= _over_tokens(tile, "rest")
+        kept = tiles.row(tile["kept"])
+        state = [block * tiles.over_rows(kept, block.shape) for block in state]
+    added = write.astype(plan.dtype)
+    for block, keys in zip(state, plan.key_blocks, strict=True):
+        steps += [(block, [(added, tile["k"].at[:, keys])])]
+    done = tiles.accumulate(*steps, interpret=plan.interpret)
     free(chunk)
-    if plan.only_state:
-        return done, None
-    return done[-len(state) :], done[0] if len(done) > len(state) else o
+    return done[-len(state) :], None if plan.only_state else done[0]
 
 
-def _settle() -> None:
-    """All warps are past their products, and no store reads shared memory any more."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def _keep(plan: Plan, tile, x: jax.Array) -> None:
+    tiles.store_transposed(tile, x.astype(plan.dtype), interpret=plan.interpret)
 
 
 def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
-    """The chunks of one warpgroup's columns.
-
-    A tile is filled again only after `_settle` or `commit_smem` has held all warps since its
-    last use, so the compiler adds no barriers of its own.
-    """
+    """The chunks of one warpgroup's columns."""
     place = batch, head, columns
 
-    def keep(state):
-        for rows, block in zip(plan.rows, state, strict=True):
-            own["state"].at[rows][...] = block.astype(plan.dtype)
+    def keep_state(state):
+        for block, keys in zip(state, plan.key_blocks, strict=True):
+            _keep(plan, own["state"].at[keys], block)
 
-    def save(chunk):
+    def save_state(chunk):
         target = refs["states"].at[batch, chunk, head, :, columns]
         plgpu.copy_smem_to_gmem(own["state"], target)
 
     def step(chunk, state):
         tile = barriers[0](chunk)
-        state, o = _chunk(plan, refs, tile, barriers, chunk, place, list(state))
-        _settle()
-        keep(state)
-        if o is not None:
-            own["write"][...] = (o * plan.scale).astype(plan.dtype)
-        plgpu.commit_smem()
-        if o is not None:
-            tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-            plgpu.copy_smem_to_gmem(own["write"], refs["o"].at[tokens])
+        state, o = _chunk(plan, tile, barriers, chunk, place, list(state))
+        if plan.only_state:
+            return state
+        tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+        _keep(plan, own["o"], o * plan.scale)
         if plan.save:
-            pl.when(chunk + 1 < plan.chunks)(lambda: save(chunk + 1))
+            keep_state(state)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own["o"], refs["o"].at[tokens])
+        if plan.save:
+            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(chunk + 1))
+            if plan.delta:
+                plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
         return state
 
-    places = [(batch, head, rows, columns) for rows in plan.rows]
-    state = [tiles.load_f32(refs["start"].at[place]) for place in places]
-    keep(state)
-    plgpu.commit_smem()
+    places = [(batch, head, keys, columns) for keys in plan.key_blocks]
+    state = [
+        tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
+    ]
     if plan.save:
-        save(0)
+        keep_state(state)
+        plgpu.commit_smem()
+        save_state(0)
     state = lax.fori_loop(0, plan.chunks, step, state)
-    for place, block in zip(places, state, strict=True):
-        refs["final"].at[place][...] = block
+    for at, block in zip(places, state, strict=True):
+        tiles.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _vectors(beta, b) -> dict:
+    """The vectors of every chunk; exponentials are taken here, off the serial chain."""
+    vectors = {} if beta is None else {"beta": beta}
+    if b is not None:
+        total = b[..., -1:]
+        kept = jnp.broadcast_to(jnp.exp(total), b.shape)
+        vectors |= {"b": b, "b_column": b, "decay": jnp.exp(b), "rest": jnp.exp(total - b)}
+        vectors |= {"kept": kept}
+    return vectors
 
 
 def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None):
@@ -165,25 +165,24 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
-    plan = serial.plan_for(q, v, beta, b, scale=scale, save=save, interpret=interpret)
-    own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
-    if plan.delta:
-        own |= {"error": SHAPE}
-    if plan.gated and plan.key_dim <= 128:
-        own |= {"added": SHAPE}
+    vectors = _vectors(beta, b)
+    plan = serial.plan_for(q, v, vectors, scale=scale, save=save, interpret=interpret)
+    own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
     outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
     if save:
         chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
         outputs |= {"states": shape(chunks, v.dtype)}
+        own |= {"state": (plan.key_dim, WIDTH)}
         if plan.delta:
+            own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"q": q, "k": k, "v": v, "start": state} | serial.vectors_of(beta, b)
+    inputs = {"q": q, "k": k, "v": v, "start": state} | vectors
     if plan.delta:
         inputs |= {"inverse": inverse}
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
-        values="v", reverse=False, barriers=False, interpret=interpret,
+        values="v", barriers=False, interpret=interpret,
     )  # fmt: skip
 
 
@@ -203,20 +202,20 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
     """
     heads, value_dim = v.shape[2:]
     batch, _, _, key_dim = k.shape
+    vectors = _vectors(beta, b)
     plan = serial.plan_for(
-        k, v, beta, b, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
+        k, v, vectors, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
     )
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
-    inputs = {"k": k, "v": v, "start": start} | serial.vectors_of(beta, b)
-    own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
+    inputs = {"k": k, "v": v, "start": start} | vectors
+    own = {}
     if plan.delta:
         inputs |= {"inverse": inverse}
-        own |= {"error": SHAPE}
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
-        values="v", reverse=False, barriers=False, interpret=interpret,
+        values="v", barriers=False, interpret=interpret,
     )["final"]  # fmt: skip
     return final[..., value_dim:], final[..., :value_dim]

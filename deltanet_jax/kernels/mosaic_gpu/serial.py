@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["WIDTH", "Plan", "launch", "plan_for", "vectors_of"]
+__all__ = ["WIDTH", "Plan", "launch", "plan_for"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -39,7 +39,9 @@ class Plan:
     save: bool  # what the backward needs
     map_dim: int  # columns after those of V that carry the map of the state
     only_state: bool  # no outputs but the state after the last chunk
+    reverse: bool  # the last chunk comes first, for cotangents
     columns: int  # warpgroups that compute, each on WIDTH columns of V
+    vectors: tuple[str, ...]  # loaded with every chunk
     interpret: bool
 
     @property
@@ -50,6 +52,12 @@ class Plan:
     def rows(self) -> tuple:
         """The blocks of rows of the state."""
         return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
+
+    @property
+    def key_blocks(self) -> tuple:
+        """The blocks of columns of the transposed state."""
+        width = 128 if (self.key_dim, self.columns) == (128, 1) else 64
+        return tuple(pl.ds(i, width) for i in range(0, self.key_dim, width))
 
     @property
     def key_tiles(self) -> tuple[str, ...]:
@@ -66,6 +74,7 @@ class Plan:
     def stages(self) -> int:
         """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
         roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
+        roomy |= self.key_dim == 128 and not self.save and not self.reverse
         return 3 if roomy else 2
 
     @property
@@ -76,18 +85,18 @@ class Plan:
         multiprocessor.
         """
         if self.key_dim == 64:
-            return None
+            return None if self.reverse else (128, 104)
         if self.map_dim:
             return 232, 40
-        return (200, 104) if self.columns == 2 else (240, 104)
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        return ("beta",) * self.delta + ("b", "b_column", "total") * self.gated
+        if self.columns == 1:
+            return 240, 104
+        return (200 if self.reverse else 184), 104
 
 
-def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_state=False) -> Plan:
-    """The plan of a launch on `q` `[B, T, H, K]` and `v` `[B, T, HV, V]`."""
+def plan_for(
+    q, v, vectors, *, scale, interpret, save=False, map_dim=0, only_state=False, reverse=False
+) -> Plan:
+    """The plan of a launch on `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[2:]
     # Shared memory holds the state and two stages of one warpgroup at K = 256; where programs
@@ -96,17 +105,9 @@ def plan_for(q, v, beta, b, *, scale, interpret, save=False, map_dim=0, only_sta
     alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), beta is not None, b is not None, save, map_dim, only_state,
-        1 if alone else 2, interpret is not None,
+        float(scale), "beta" in vectors, len(vectors) > 1, save, map_dim, only_state,
+        reverse, 1 if alone else 2, tuple(vectors), interpret is not None,
     )  # fmt: skip
-
-
-def vectors_of(beta, b) -> dict:
-    """The vectors of every chunk; row and column views of one vector need two copies."""
-    vectors = {} if beta is None else {"beta": beta}
-    if b is not None:
-        vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
-    return vectors
 
 
 def _stages(plan: Plan, values: str) -> dict:
@@ -121,7 +122,7 @@ def _stages(plan: Plan, values: str) -> dict:
     return buffers | {x: plgpu.SMEM((plan.stages, CHUNK), jnp.float32) for x in plan.vectors}
 
 
-def _serve(plan: Plan, values: str, reverse: bool, refs, buffers, barriers, place):
+def _serve(plan: Plan, values: str, refs, buffers, barriers, place):
     """Issues the loads of every chunk and computes its scores, which need no state."""
     loaded, ready, freed = barriers
     batch, head, first = place
@@ -129,7 +130,7 @@ def _serve(plan: Plan, values: str, reverse: bool, refs, buffers, barriers, plac
 
     def load(i):
         stage = lax.rem(i, plan.stages)
-        chunk = plan.chunks - 1 - i if reverse else i
+        chunk = plan.chunks - 1 - i if plan.reverse else i
 
         def copy(name, *index, part=()):
             target = buffers[name].at[(stage, *part)]
@@ -172,7 +173,7 @@ def _serve(plan: Plan, values: str, reverse: bool, refs, buffers, barriers, plac
     plgpu.barrier_wait(freed.at[(plan.chunks - 1) % plan.stages])
 
 
-def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
+def _body(plan: Plan, walk, values: str, names, *args):
     *refs, buffers, loaded, ready, freed = args
     refs = dict(zip(names, refs, strict=True))
     role, item = lax.axis_index("role"), lax.axis_index("program")
@@ -209,12 +210,12 @@ def _body(plan: Plan, walk, values: str, reverse: bool, names, *args):
             plgpu.set_max_registers(plan.registers[1], action="decrease")
         place = batch, head, first
         barriers = loaded, ready, freed
-        _serve(plan, values, reverse, refs, buffers["stages"], barriers, place)
+        _serve(plan, values, refs, buffers["stages"], barriers, place)
 
 
 def launch(
     name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
-    *, values: str, reverse: bool, barriers: bool = True, interpret,
+    *, values: str, barriers: bool = True, interpret,
 ):  # fmt: skip
     """Runs `walk` in every computing warpgroup.
 
@@ -228,7 +229,6 @@ def launch(
         outputs: Shapes by name.
         own: Scratch of each computing warpgroup: shapes of tiles by name.
         values: The input `[B, T, HV, V]` whose columns are shared out.
-        reverse: Whether the last chunk comes first.
         barriers: Whether the compiler orders the accesses to shared memory of a warpgroup; it
             puts a barrier around each.
         interpret: Interpreter parameters, or `None` for the device.
@@ -241,7 +241,7 @@ def launch(
     buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
     copies = len(plan.key_tiles) + plan.columns + plan.delta + len(plan.vectors)
     kernel = plgpu.kernel(
-        tiles.named(name, functools.partial(_body, plan, walk, values, reverse, names)),
+        tiles.named(name, functools.partial(_body, plan, walk, values, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(
             buffers,

@@ -65,6 +65,22 @@ def load_f32(ref) -> jax.Array:
     return plgpu.load(ref, layout=MATRIX, optimized=False)
 
 
+def load_f32_transposed(ref, *, interpret) -> jax.Array:
+    """The transpose of a block of a float32 array in device memory, in registers."""
+    if interpret:
+        return ref[...].T
+    x = plgpu.load(transposed(ref), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(x, MATRIX)
+
+
+def store_f32_transposed(ref, x: jax.Array, *, interpret) -> None:
+    """The other way."""
+    if interpret:
+        ref[...] = x.T
+    else:
+        transposed(ref)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
 def matrix(ref) -> jax.Array:
     """A 16-bit tile as float32 registers."""
     return plgpu.load(ref, layout=MATRIX).astype(jnp.float32)
@@ -104,50 +120,66 @@ def decay_matrix(b_row: jax.Array, b_column: jax.Array, mask: jax.Array) -> jax.
     return jnp.exp(jnp.where(mask, gap, 0.0))
 
 
+def load_transposed(ref, *, interpret) -> jax.Array:
+    """The transpose of a 16-bit tile, as float32 registers."""
+    if interpret:
+        return ref[...].T.astype(jnp.float32)
+    return matrix(transposed(ref))
+
+
+def store_transposed(ref, x: jax.Array, *, interpret) -> None:
+    """Stores the transpose of 16-bit registers."""
+    if interpret:
+        ref[...] = x.T
+    else:
+        transposed(ref)[...] = x
+
+
+def _start(acc, pairs) -> None:
+    for lhs, rhs in pairs:
+        plgpu.wgmma(acc, lhs, rhs)
+
+
+def _emulated(shape, pairs) -> jax.Array:
+    """The interpreter has no products whose left operand is in registers."""
+    total = jnp.zeros(shape, jnp.float32)
+    for lhs, rhs in pairs:
+        total += jnp.dot(lhs[...], rhs[...], preferred_element_type=jnp.float32)
+    return total
+
+
 def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Array:
     """`init` plus the sum of `lhs @ rhs` over pairs of tiles, in float32 registers."""
-
-    def body(acc):
-        for lhs, rhs in pairs:
-            plgpu.wgmma(acc, lhs, rhs)
-        return None if in_place else acc[...]
-
-    # Accumulating in place keeps one accumulator live, not two; the interpreter cannot do it.
-    in_place = init is not None and not interpret
-    if in_place:
-        total = pl.run_state(body)(plgpu.ACC.init(init))
-    else:
-        total = pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
-    # Without the barrier the compiler moves arithmetic on the result before the wait.
-    total = jax.lax.optimization_barrier(total)
-    return total if init is None or in_place else init + total
+    if init is not None:
+        return accumulate((init, pairs), interpret=interpret)[0]
+    return products((shape, pairs), interpret=interpret)[0]
 
 
-def products(*operands) -> list[jax.Array]:
+def products(*operands, interpret=None) -> list[jax.Array]:
     """One product for each `(shape, pairs)`, none waiting for another."""
 
     def body(*accs):
         for acc, (_, pairs) in zip(accs, operands, strict=True):
-            for lhs, rhs in pairs:
-                plgpu.wgmma(acc, lhs, rhs)
+            _start(acc, pairs)
         return [acc[...] for acc in accs]
 
+    if interpret:
+        return [_emulated(*x) for x in operands]
     accs = [plgpu.ACC(shape, jnp.float32) for shape, _ in operands]
+    # Without the barrier the compiler moves arithmetic on the result before the wait.
     return jax.lax.optimization_barrier(pl.run_scoped(body, *accs))
 
 
-def accumulate(*operands, interpret: bool) -> list[jax.Array]:
+def accumulate(*operands, interpret) -> list[jax.Array]:
     """`init` plus the sum of products for each `(init, pairs)`, none waiting for another."""
 
     def body(accs):
         for acc, (_, pairs) in zip(accs, operands, strict=True):
-            for lhs, rhs in pairs:
-                plgpu.wgmma(acc, lhs, rhs)
+            _start(acc, pairs)
 
     if interpret:
-        shapes = [(init.shape, pairs) for init, pairs in operands]
-        added = products(*shapes)
-        return [init + x for (init, _), x in zip(operands, added, strict=True)]
+        return [init + _emulated(init.shape, pairs) for init, pairs in operands]
+    # Accumulating in place keeps one accumulator live, not two.
     accs = tuple(plgpu.ACC.init(init) for init, _ in operands)
     return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
 
