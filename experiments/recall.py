@@ -213,7 +213,9 @@ def draw(options: Recall, found: dict[tuple[int, str], list[Row]]) -> Figure:
     for ax in axes[:, 0]:
         ax.set(ylabel="fraction right")
     figures.letter(axes.flat)
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center",
+    handles = {label: handle for ax in axes.flat
+               for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}  # fmt: skip
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center",
                ncols=min(3, columns + 1))  # fmt: skip
     return fig
 

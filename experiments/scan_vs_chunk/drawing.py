@@ -114,7 +114,7 @@ def _draw_too_large(ax: Axes, rows: Sequence[Row], budget: float | None) -> None
     if not rows or budget is None:
         return
     ax.axhline(budget, color="black", ls=":", lw=0.9)
-    ax.annotate(f"{human_bytes(budget)} at hand", (0.3, budget), xytext=(0, -2), va="top",
+    ax.annotate(f"{human_bytes(budget)} at hand", (0.02, budget), xytext=(0, 2), va="bottom",
                 xycoords=("axes fraction", "data"), textcoords="offset points",
                 fontsize=7.5)  # fmt: skip
     for row in rows:
@@ -158,7 +158,7 @@ def _guides(ax: Axes, options: ScanVsChunk, rows: Sequence[Row], y: str) -> None
     values = [row[y] for row in rows if row.get(y)]
     if not values or len(options.lengths) < 2:
         return
-    figures.slope_guide(ax, options.lengths, min(values) / 2.5, 1, "slope 1", place=0.55)
+    figures.slope_guide(ax, options.lengths, min(values) / 2.5, 1, "slope 1", place=0.8)
     if y != "temporary_bytes" or "associative" not in {row["implementation"] for row in rows}:
         return
     maps = [4 * options.batch_size * options.heads * T * 2 * options.head_dim**2
