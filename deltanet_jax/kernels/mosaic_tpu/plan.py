@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     group: int  # value heads per key head
     scale: float
     delta: bool
-    gated: bool
+    gate: str  # "none", "scalar" (one per head) or "vector" (one per key channel)
     precision: jax.lax.Precision | None  # of all products; None for 16-bit inputs, as Mosaic wants
     interpret: object  # False, True, or the parameters of Pallas's TPU interpreter
 
@@ -44,8 +44,6 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
         return f"the TPU kernels round 16-bit products; got precision={problem.precision}"
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         return f"the TPU kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
-    if problem.g is not None and problem.g.ndim == 4:
-        return "the TPU kernels have no gate per key channel"
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         return f"the TPU kernels need a chunk size in {CHUNK_SIZES}; got {chunk_size}"
     return None
@@ -75,7 +73,13 @@ def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Pl
         group=group,
         scale=problem.scale,
         delta=problem.beta is not None,
-        gated=problem.g is not None or problem.reset is not None,
+        gate=_gate_kind(problem),
         precision=precision,
         interpret=interpret,
     )
+
+
+def _gate_kind(problem: Problem) -> str:
+    if problem.g is not None and problem.g.ndim == 4:
+        return "vector"
+    return "none" if problem.g is None and problem.reset is None else "scalar"
