@@ -4,6 +4,7 @@
 a sum over a range of tokens, at most 1, and is 0 where the range holds a reset.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 from deltanet_jax.kernels.mosaic_tpu import ladder, tile
 
 __all__ = ["Carried", "Decay", "Scores", "read_decay"]
+
+Rows = Callable[[jax.Array], jax.Array]
 
 # Added to exponents that a mask excludes: exp gives exactly 0, and nothing overflows before.
 MASKED = -1e30
@@ -171,12 +174,14 @@ class ChannelDecay(NamedTuple):
         A = jnp.where(rows == cols, tile.mm_nt(q, k, precision), 0.0)
         M = jnp.zeros_like(A) if delta else None
         for level, factor in enumerate(self.factors):
-            inside = ladder.pairs(rows, cols, 1 << level)
-            keys = factor * k
+            rows_with, full = _rows_with_pairs(1 << level)
+            inside, keys = ladder.pairs(rows, cols, 1 << level), factor * k
             low = keys.astype(k.dtype)
-            A = jnp.where(inside, tile.mm_nt((factor * q).astype(k.dtype), low, precision), A)
+            queries = rows_with(factor * q).astype(k.dtype)
+            A = jnp.where(inside, full(tile.mm_nt(queries, low, precision)), A)
             if M is not None:
-                M = jnp.where(inside, tile.accurate(tile.mm_nt, keys, keys, precision), M)
+                products = tile.accurate(tile.mm_nt, rows_with(keys), keys, precision)
+                M = jnp.where(inside, full(products), M)
         return Scores(A, M)
 
     def pull(
@@ -194,19 +199,28 @@ class ChannelDecay(NamedTuple):
         total = self.total * carried.total
         back = ladder.transposed_end(carried.from_start, carried.to_end, total)
         for level, factor in reversed(tuple(enumerate(self.factors))):
-            inside = ladder.pairs(rows, cols, 1 << level)
-            keys = (factor * k).astype(k.dtype)
-            low = jnp.where(inside, gradient.A, 0.0).astype(k.dtype)
-            dq_level = factor * tile.mm(low, keys, precision)
-            dk_level = tile.mm_tn(low, (factor * q).astype(k.dtype), precision)
+            rows_with, full = _rows_with_pairs(1 << level)
+            inside, keys = ladder.pairs(rows, cols, 1 << level), factor * k
+            low = rows_with(jnp.where(inside, gradient.A, 0.0)).astype(k.dtype)
+            queries = rows_with(factor * q).astype(k.dtype)
+            dq_level = factor * full(tile.mm(low, keys.astype(k.dtype), precision))
+            dk_level = tile.mm_tn(low, queries, precision)
             if gradient.M is not None:
-                low = jnp.where(inside, gradient.M, 0.0).astype(k.dtype)
-                dk_level += tile.mm(low, keys, precision) + tile.mm_tn(low, keys, precision)
+                low = rows_with(jnp.where(inside, gradient.M, 0.0)).astype(k.dtype)
+                dk_level += full(tile.mm(low, keys.astype(k.dtype), precision))
+                dk_level += tile.mm_tn(low, rows_with(keys).astype(k.dtype), precision)
             dk_level *= factor
             # Of a pair one token has the row and the other the column: each factor its product.
             back = ladder.transposed_step(back, 1 << level, q * dq_level + k * dk_level)
             dq, dk = dq + dq_level, dk + dk_level
         return dq, dk, back.g
+
+
+def _rows_with_pairs(size: int) -> tuple[Rows, Rows]:
+    """What takes the rows of odd blocks, and what puts them back; all rows of small blocks."""
+    if size < tile.ROWS:
+        return (lambda x: x), (lambda x: x)
+    return (lambda x: tile.odd_blocks(x, size)), (lambda x: tile.spread(x, size))
 
 
 def _channel_decay(g: jax.Array) -> ChannelDecay:

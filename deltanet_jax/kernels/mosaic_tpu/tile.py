@@ -18,6 +18,7 @@ __all__ = [
     "mm",
     "mm_nt",
     "mm_tn",
+    "odd_blocks",
     "per_key_head",
     "per_value_head",
     "positions",
@@ -25,6 +26,7 @@ __all__ = [
     "rolled",
     "row_sum",
     "scaled",
+    "spread",
     "to_rows",
     "unit_lower_inverse",
     "write",
@@ -111,24 +113,24 @@ def unit_lower_inverse(L: jax.Array, precision: Precision) -> jax.Array:
     while size < C:
         # Only every second block of rows changes: half a product each.
         level = jnp.where(((rows ^ cols) & -size) == size, L, 0.0)
-        X = accurate(mm, _odd_blocks(level, size), T, precision)
-        step = accurate(mm, _odd_blocks(T, size), _spread(X, size), precision)
-        T = T - _spread(step, size)
+        X = accurate(mm, odd_blocks(level, size), T, precision)
+        step = accurate(mm, odd_blocks(T, size), spread(X, size), precision)
+        T = T - spread(step, size)
         size *= 2
     return T
 
 
-def _odd_blocks(x: jax.Array, size: int) -> jax.Array:
-    """The rows whose block of `size` has an odd number, `[G, C / 2, C]`."""
-    G, C, _ = x.shape
-    return x.reshape(G, C // (2 * size), 2, size, C)[:, :, 1].reshape(G, C // 2, C)
+def odd_blocks(x: jax.Array, size: int) -> jax.Array:
+    """The rows whose block of `size` has an odd number, `[G, C / 2, D]` of `[G, C, D]`."""
+    G, C, D = x.shape
+    return x.reshape(G, C // (2 * size), 2, size, D)[:, :, 1].reshape(G, C // 2, D)
 
 
-def _spread(x: jax.Array, size: int) -> jax.Array:
-    """Undo `_odd_blocks`, with zeros in the other rows."""
-    G, half, C = x.shape
-    x = x.reshape(G, half // size, 1, size, C)
-    return jnp.concatenate([jnp.zeros_like(x), x], axis=2).reshape(G, 2 * half, C)
+def spread(x: jax.Array, size: int) -> jax.Array:
+    """Undo `odd_blocks`, with zeros in the other rows."""
+    G, half, D = x.shape
+    x = x.reshape(G, half // size, 1, size, D)
+    return jnp.concatenate([jnp.zeros_like(x), x], axis=2).reshape(G, 2 * half, D)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
