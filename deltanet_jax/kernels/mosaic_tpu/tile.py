@@ -194,17 +194,27 @@ def scaled(x: jax.Array, factor: jax.Array | float | None) -> jax.Array:
 
 
 def read(x: jax.Array, factor: jax.Array | None, y: jax.Array, precision: Precision) -> jax.Array:
-    """`(factor * x) y`; a factor without channels multiplies the product, which rounds less."""
+    """`(factor * x) y`; a factor without channels multiplies the product."""
     if factor is None or factor.shape[-1] == 1:
         return scaled(mm(x, y, precision), factor)
-    return mm((factor * x).astype(x.dtype), y, precision)
+    return _left_accurate(mm, factor * x, y, precision)
 
 
 def write(x: jax.Array, factor: jax.Array | None, y: jax.Array, precision: Precision) -> jax.Array:
-    """`(factor * x)^T y`, operands rounded to the dtype of x after their multiplication."""
+    """`(factor * x)^T y`, y rounded to the dtype of x; a factor without channels multiplies y."""
     if factor is None or factor.shape[-1] == 1:
         return mm_tn(x, scaled(y, factor).astype(x.dtype), precision)
-    return mm_tn((factor * x).astype(x.dtype), y.astype(x.dtype), precision)
+    return _left_accurate(mm_tn, factor * x, y.astype(x.dtype), precision)
+
+
+def _left_accurate(
+    product: Product, x: jax.Array, y: jax.Array, precision: Precision
+) -> jax.Array:
+    """`product(x, y)` of a float32 `x`, its two 16-bit halves where `y` has 16 bits."""
+    if precision is not None:
+        return product(x, y, precision)
+    high, low = _halves(x)
+    return product(high, y, None) + product(low, y, None)
 
 
 def rolled(x: jax.Array, rows: int) -> jax.Array:
