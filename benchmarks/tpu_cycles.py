@@ -2,10 +2,10 @@
 
     python benchmarks/tpu_cycles.py --chips v6e,tpu7x --shape 2,4096,8,128 --gate vector
 
-Each kernel of a training step with the delta rule in bfloat16 is compiled alone for the described chip, in a
-process of its own, with the flag that makes libtpu write its static estimate. That is done for one
-row of two short lengths; the line through both is read at the full number of tokens. The estimate
-knows the compiler's schedule and nothing of HBM: use it for ratios on one chip.
+Each kernel of a training step with the delta rule in bfloat16 is compiled alone for the described
+chip, in a process of its own, with the flag that makes libtpu write its static estimate. That is
+done for one row of two short lengths; the line through both is read at the full number of tokens.
+The estimate knows the compiler's schedule and nothing of HBM: use it for ratios on one chip.
 """
 
 import argparse

@@ -40,9 +40,7 @@ Product = Callable[[jax.Array, jax.Array, Precision], jax.Array]
 ROWS = 8
 
 
-def _product(
-    x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: Precision
-) -> jax.Array:
+def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: Precision) -> jax.Array:
     return jax.lax.dot_general(
         x,
         y,
@@ -139,9 +137,7 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def accurate(
-    product: Product, x: jax.Array, y: jax.Array, precision: Precision
-) -> jax.Array:
+def accurate(product: Product, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
     """`product(x, y)` of float32 operands, also where the other operands have 16 bits.
 
     Three products of 16-bit halves then: a third of the cost of float32, and unlike a precision
@@ -207,9 +203,7 @@ def write(x: jax.Array, factor: jax.Array | None, y: jax.Array, precision: Preci
     return _left_accurate(mm_tn, factor * x, y.astype(x.dtype), precision)
 
 
-def _left_accurate(
-    product: Product, x: jax.Array, y: jax.Array, precision: Precision
-) -> jax.Array:
+def _left_accurate(product: Product, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
     """`product(x, y)` of a float32 `x`, its two 16-bit halves where `y` has 16 bits."""
     if precision is not None:
         return product(x, y, precision)
