@@ -26,19 +26,22 @@ BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (6e-3, 1e-2)}
 Arrays = dict[str, np.ndarray]
 
 # name -> (B, T, H, HV, K, V), dtype, gate, delta rule, cosine of the keys, largest beta
-CASES: dict[str, tuple[tuple[int, ...], str, bool, bool, float, float]] = {
-    "delta": ((2, 1000, 8, 8, 128, 128), "bfloat16", False, True, 0.0, 1.0),
-    "delta, alike keys": ((1, 1000, 8, 8, 128, 128), "bfloat16", False, True, 0.9, 2.0),
-    "gated, grouped, packed": ((2, 1000, 4, 8, 64, 128), "bfloat16", True, True, 0.0, 1.0),
-    "gated, no delta rule": ((1, 1000, 4, 4, 256, 64), "bfloat16", True, False, 0.0, 1.0),
-    "delta, float32": ((1, 500, 4, 4, 128, 128), "float32", False, True, 0.9, 2.0),
-    "gated, float32": ((1, 500, 4, 4, 64, 256), "float32", True, True, 0.0, 1.0),
+CASES: dict[str, tuple[tuple[int, ...], str, str, bool, float, float]] = {
+    "delta": ((2, 1000, 8, 8, 128, 128), "bfloat16", "none", True, 0.0, 1.0),
+    "delta, alike keys": ((1, 1000, 8, 8, 128, 128), "bfloat16", "none", True, 0.9, 2.0),
+    "gated, grouped, packed": ((2, 1000, 4, 8, 64, 128), "bfloat16", "scalar", True, 0.0, 1.0),
+    "gated, no delta rule": ((1, 1000, 4, 4, 256, 64), "bfloat16", "scalar", False, 0.0, 1.0),
+    "delta, float32": ((1, 500, 4, 4, 128, 128), "float32", "none", True, 0.9, 2.0),
+    "gated, float32": ((1, 500, 4, 4, 64, 256), "float32", "scalar", True, 0.0, 1.0),
+    "KDA": ((2, 1000, 8, 8, 128, 128), "bfloat16", "vector", True, 0.0, 1.0),
+    "KDA, gates to -20": ((1, 500, 2, 4, 64, 128), "float32", "strong vector", True, 0.0, 1.0),
+    "GLA": ((1, 1000, 4, 4, 256, 64), "bfloat16", "vector", False, 0.0, 1.0),
 }
 SHAPES = [(2, 4096, 8, 128), (1, 8192, 16, 128), (8, 2048, 16, 64), (2, 4096, 8, 256)]
 
 
 def make_inputs(
-    shape: tuple[int, ...], gate: bool, delta: bool, cosine: float, largest_beta: float
+    shape: tuple[int, ...], gate: str, delta: bool, cosine: float, largest_beta: float
 ) -> Arrays:
     """Unit keys with the given pairwise cosine; two segment boundaries where there is a gate."""
     B, T, H, HV, K, V = shape
@@ -57,8 +60,9 @@ def make_inputs(
     }
     if delta:
         arrays["beta"] = largest_beta * rng.random((B, T, HV))
-    if gate:
-        arrays["g"] = -0.05 * rng.random((B, T, HV))
+    if gate != "none":
+        draw = rng.random((B, T, HV) if gate == "scalar" else (B, T, HV, K))
+        arrays["g"] = -(20 if gate == "strong vector" else 0.05) * draw
         arrays["segment_ids"] = np.searchsorted([T // 3, T // 2], np.arange(T), side="right")
         arrays["segment_ids"] = np.repeat(arrays["segment_ids"][None], B, axis=0).astype(np.int32)
     return arrays
@@ -124,7 +128,7 @@ def timed(function: Callable[..., Any], arguments: tuple, calls: int) -> float:
 def programs(shape: tuple[int, int, int, int]) -> tuple[dict, tuple]:
     """The compiled programs of a shape, by (mode, implementation), and their arguments."""
     B, T, H, D = shape
-    arrays = make_inputs((B, T, H, H, D, D), False, True, 0.0, 1.0)
+    arrays = make_inputs((B, T, H, H, D, D), "none", True, 0.0, 1.0)
     q, k, v = (jnp.asarray(arrays[n], jnp.bfloat16) for n in ("q", "k", "v"))
     beta = jnp.asarray(arrays["beta"], jnp.float32)
     found = {}

@@ -1,11 +1,11 @@
 """Estimate the cycles of the TPU kernels on a machine without a TPU (needs libtpu).
 
-    python benchmarks/tpu_cycles.py --chips v6e,tpu7x --shape 2,4096,8,128
+    python benchmarks/tpu_cycles.py --chips v6e,tpu7x --shape 2,4096,8,128 --gate vector
 
-Each kernel of a DeltaNet training step in bfloat16 is compiled alone for the described chip, in a
-process of its own, with the flag that makes libtpu write its static estimate. That is done for one
-row of two short lengths; the line through both is read at the full number of tokens. The estimate
-knows the compiler's schedule and nothing of HBM: use it for ratios on one chip.
+Each kernel of a training step with the delta rule in bfloat16 is compiled alone for the described
+chip, in a process of its own, with the flag that makes libtpu write its static estimate. That is
+done for one row of two short lengths; the line through both is read at the full number of tokens.
+The estimate knows the compiler's schedule and nothing of HBM: use it for ratios on one chip.
 """
 
 import argparse
@@ -27,7 +27,7 @@ QUIET = {
 }
 
 
-def compile_kernel(kernel: str, chip: str, T: int, H: int, D: int) -> None:
+def compile_kernel(kernel: str, chip: str, gate: str, T: int, H: int, D: int) -> None:
     """Compile one kernel for one row; libtpu writes the estimate on the way."""
     import jax
     import jax.numpy as jnp
@@ -47,12 +47,15 @@ def compile_kernel(kernel: str, chip: str, T: int, H: int, D: int) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     qkv = array(1, T, H, D, dtype=jnp.bfloat16)
-    problem = Problem(qkv, qkv, qkv, None, array(1, T, H), None, None, D**-0.5, None)
+    gates = {"none": None, "scalar": array(1, T, H), "vector": array(1, T, H, D)}
+    problem = Problem(qkv, qkv, qkv, gates[gate], array(1, T, H), None, None, D**-0.5, None)
     plan = make_plan(problem, None, False)
     G, C = plan.heads, plan.chunk
     blocks = (H // G, T // C, G)
     tokens = array(*blocks, C, D, dtype=jnp.bfloat16)
-    x = Inputs(tokens, tokens, tokens, array(*blocks, C), None, None)
+    rows = array(*blocks, C)
+    given = {"none": (), "scalar": (rows, rows), "vector": (array(*blocks, C, D),)}
+    x = Inputs(tokens, tokens, tokens, rows, given[gate])
     state = array(H, D, D)
     if kernel == "forward":
         jax.jit(lambda x, s: forward(x, s, plan, save=True)).lower(x, state).compile()
@@ -62,11 +65,12 @@ def compile_kernel(kernel: str, chip: str, T: int, H: int, D: int) -> None:
     run.lower(x, saved, tokens, state).compile()
 
 
-def estimate(kernel: str, chip: str, T: int, H: int, D: int) -> int:
+def estimate(kernel: str, chip: str, gate: str, T: int, H: int, D: int) -> int:
     """Cycles of one kernel for one row, compiled in a child: libtpu may stop it after writing."""
     with tempfile.TemporaryDirectory() as folder:
         flag = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"}
-        command = [sys.executable, __file__, "--child", kernel, chip, str(T), str(H), str(D)]
+        command = [sys.executable, __file__, "--child", kernel, chip, gate]
+        command += map(str, (T, H, D))
         child = subprocess.run(
             command, env=os.environ | QUIET | flag, capture_output=True, text=True, check=False
         )
@@ -87,11 +91,12 @@ def main() -> None:
     )
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--shape", default="2,4096,8,128", help="B,T,H,D")
-    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--gate", default="none", choices=("none", "scalar", "vector"))
+    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        kernel, chip, *numbers = options.child
-        compile_kernel(kernel, chip, *map(int, numbers))
+        kernel, chip, gate, *numbers = options.child
+        compile_kernel(kernel, chip, gate, *map(int, numbers))
         return
     B, T, H, D = map(int, options.shape.split(","))
     short, longer = 256, 512
@@ -99,7 +104,7 @@ def main() -> None:
     for chip in options.chips.split(","):
         totals = []
         for kernel in ("forward", "backward"):
-            at = [estimate(kernel, chip, n, H, D) for n in (short, longer)]
+            at = [estimate(kernel, chip, options.gate, n, H, D) for n in (short, longer)]
             slope = (at[1] - at[0]) / (longer - short)
             totals.append((at[0] + slope * (B * T - short)) / 1e6)
         print(f"| {chip} | {totals[0]:.3f} | {totals[1]:.3f} | {sum(totals):.3f} |", flush=True)

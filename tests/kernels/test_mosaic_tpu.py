@@ -59,6 +59,47 @@ CASES = {
         64,
         {"B": 1, "T": 150, "gate": "weak", "delta": False, "dtype": "bfloat16"},
     ),
+    "kda-to-20-V128": (
+        32,
+        {"B": 1, "T": 70, "H": 1, "HV": 1, "V": 128, "vector": True, "gate": "to-20"},
+    ),
+    "kda-minus-infinity-segments-grouped": (
+        16,
+        {"T": 40, "H": 1, "vector": True, "gate": "resets", "segments": True},
+    ),
+    "kda-K128-T1-no-state": (
+        16,
+        {"B": 1, "T": 1, "H": 1, "HV": 1, "K": 128, "vector": True, "gate": "weak", "state": False},
+    ),
+    "gla-mixed-gate-heads-over-cells": (
+        16,
+        {"B": 1, "T": 20, "H": 1, "HV": 6, "vector": True, "gate": "mixed", "delta": False},
+    ),
+    "kda-correlated-keys": (
+        64,
+        {
+            "B": 1,
+            "T": 100,
+            "H": 1,
+            "HV": 1,
+            "vector": True,
+            "gate": "weak",
+            "correlation": 0.9,
+            "largest_beta": 2.0,
+        },
+    ),
+    "kda-C128-bf16": (
+        128,
+        {
+            "B": 1,
+            "T": 150,
+            "H": 1,
+            "HV": 1,
+            "vector": True,
+            "gate": "weak",
+            "dtype": "bfloat16",
+        },
+    ),
 }
 
 
@@ -83,9 +124,13 @@ def test_values_and_gradients_equal_the_recurrence(name: str) -> None:
     assert_matches(interpreted(p, chunk_size), expected(p), options.get("dtype", "float32"))
 
 
-@pytest.mark.parametrize("delta", [True, False], ids=["delta", "linear"])
-def test_no_race_no_stray_read_in_the_tpu_interpreter(delta: bool) -> None:
-    p = problem(T=40, H=1, HV=2, gate="weak", segments=True, delta=delta)
+@pytest.mark.parametrize(
+    "options",
+    [{"T": 40}, {"T": 40, "delta": False}, {"B": 1, "T": 20, "vector": True}],
+    ids=["delta", "linear", "kda"],
+)
+def test_no_race_no_stray_read_in_the_tpu_interpreter(options: dict) -> None:
+    p = problem(H=1, HV=2, gate="weak", segments=True, **options)
     params = pltpu.InterpretParams(detect_races=True)
     assert_matches(interpreted(p, 16, params), expected(p), "float32")
 
@@ -198,12 +243,10 @@ def test_reasons_name_what_is_not_covered(options: dict, words: str) -> None:
         mosaic_tpu.chunkwise(p)
 
 
-def test_reasons_for_chunk_size_gate_precision_and_abstract_arrays() -> None:
+def test_reasons_for_chunk_size_precision_and_abstract_arrays() -> None:
     p = problem(T=5)
     half = problem(T=5, dtype="bfloat16")
     assert mosaic_tpu.why_not(half, None) is None
     assert "precision" in mosaic_tpu.why_not(dataclasses.replace(half, precision=HIGHEST), None)
     assert "chunk size" in mosaic_tpu.why_not(p, 48)
-    vector = dataclasses.replace(p, g=jnp.zeros((2, 5, 2, 64)))
-    assert "per key channel" in mosaic_tpu.why_not(vector, None)
     assert mosaic_tpu.why_not(jax.eval_shape(lambda: p), None) is None

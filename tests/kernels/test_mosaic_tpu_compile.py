@@ -46,7 +46,9 @@ def devices(chip: str) -> list:
     return topology.devices
 
 
-def arguments(sharding, shape, dtype=jnp.bfloat16, *, gate: bool, delta: bool = True) -> dict:
+def arguments(
+    sharding, shape, dtype=jnp.bfloat16, *, gate: str = "none", delta: bool = True
+) -> dict:
     B, T, H, HV, K, V = shape
 
     def array(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
@@ -56,8 +58,8 @@ def arguments(sharding, shape, dtype=jnp.bfloat16, *, gate: bool, delta: bool = 
     arrays["v"] = array((B, T, HV, V), dtype)
     if delta:
         arrays["beta"] = array((B, T, HV), jnp.float32)
-    if gate:
-        arrays["g"] = array((B, T, HV), jnp.float32)
+    if gate != "none":
+        arrays["g"] = array((B, T, HV, K) if gate == "vector" else (B, T, HV), jnp.float32)
     return arrays
 
 
@@ -97,7 +99,7 @@ def test_forward_and_training_compile(chip: str, D: int) -> None:
     arrays = arguments(
         SingleDeviceSharding(devices(chip)[0]),
         (1, 300, H, H, D, D),
-        gate=chip in ("v5p", "v6e"),
+        gate="scalar" if chip in ("v5p", "v6e") else "none",
     )
     inference = vmem_of_kernels(compiled_text(forward, arrays))
     training = vmem_of_kernels(compiled_text(forward_and_backward, arrays))
@@ -108,16 +110,48 @@ def test_forward_and_training_compile(chip: str, D: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("chip", "D", "heads"),
+    [
+        ("v5e", 128, plan.MAX_HEADS_VECTOR_GATE),
+        ("v5e", 64, 1),
+        ("v5p", 128, 1),
+        ("v5p", 256, 1),
+        ("v6e", 128, 1),
+        ("v6e", 64, 1),
+        ("tpu7x", 128, 1),
+        ("tpu7x", 256, 1),
+    ],
+)
+def test_a_gate_per_channel_compiles(chip: str, D: int, heads: int) -> None:
+    """The largest cells once; they take most of the time."""
+    one = SingleDeviceSharding(devices(chip)[0])
+    arrays = arguments(one, (1, 300, heads, heads, D, D), gate="vector")
+    used = vmem_of_kernels(compiled_text(forward_and_backward, arrays))
+    assert set(used) == {"forward", "backward"}
+    assert min(used.values()) > 0
+    assert max(used.values()) <= plan.VMEM_LIMIT
+
+
+@pytest.mark.parametrize(
     ("shape", "dtype", "gate", "delta"),
     [
-        ((1, 256, 2, 2, 128, 128), jnp.float32, True, True),
-        ((1, 256, 2, 8, 64, 256), jnp.bfloat16, True, True),
-        ((2, 40, 1, 12, 256, 64), jnp.bfloat16, False, True),
-        ((1, 256, 8, 8, 128, 128), jnp.bfloat16, True, False),
+        ((1, 256, 2, 2, 128, 128), jnp.float32, "scalar", True),
+        ((1, 256, 2, 8, 64, 256), jnp.bfloat16, "scalar", True),
+        ((2, 40, 1, 12, 256, 64), jnp.bfloat16, "none", True),
+        ((1, 256, 8, 8, 128, 128), jnp.bfloat16, "scalar", False),
+        ((1, 256, 1, 2, 64, 128), jnp.float32, "vector", True),
+        ((1, 40, 1, 6, 128, 64), jnp.bfloat16, "vector", False),
     ],
-    ids=["float32", "K64-V256-grouped", "K256-V64-short-heads-over-cells", "no-delta-rule"],
+    ids=[
+        "float32",
+        "K64-V256-grouped",
+        "K256-V64-short-heads-over-cells",
+        "no-delta-rule",
+        "kda-float32-grouped",
+        "gla-short-heads-over-cells",
+    ],
 )
-def test_other_kinds_of_problem_compile(shape, dtype, gate: bool, delta: bool) -> None:
+def test_other_kinds_of_problem_compile(shape, dtype, gate: str, delta: bool) -> None:
     arrays = arguments(
         SingleDeviceSharding(devices("v5e")[0]), shape, dtype, gate=gate, delta=delta
     )
@@ -127,7 +161,7 @@ def test_other_kinds_of_problem_compile(shape, dtype, gate: bool, delta: bool) -
 def test_shards_of_batch_and_heads_compile() -> None:
     mesh = Mesh(np.array(devices("v6e")).reshape(2, 2), ("data", "model"))
     tokens, state = PartitionSpec("data", None, "model"), PartitionSpec("data", "model")
-    arrays = arguments(NamedSharding(mesh, tokens), (2, 256, 4, 4, 128, 128), gate=False)
+    arrays = arguments(NamedSharding(mesh, tokens), (2, 256, 4, 4, 128, 128))
     sharded = jax.shard_map(
         forward, mesh=mesh, in_specs=(dict.fromkeys(arrays, tokens),), out_specs=(tokens, state)
     )

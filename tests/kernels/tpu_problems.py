@@ -25,6 +25,7 @@ def _gate(kind: str | None, rng: np.random.Generator, shape: tuple[int, ...]) ->
         None: None,
         "weak": weak,
         "strong": -5 * draw,
+        "to-20": np.where(draw < 0.5, -40 * draw, weak),
         # Sums over short ranges of normal gates beside gates that leave no digits for them.
         "mixed": np.where(draw < 0.3, -60.0, weak),
         "resets": np.where(draw < 0.1, -np.inf, weak),
@@ -42,13 +43,17 @@ def problem(
     *,
     dtype: str = "float32",
     gate: str | None = None,
+    vector: bool = False,
     delta: bool = True,
     segments: bool = False,
     state: bool = True,
     correlation: float = 0.0,
     largest_beta: float = 1.0,
 ) -> Problem:
-    """Unit keys, pairwise cosine `correlation`; `beta` uniform up to `largest_beta`."""
+    """Unit keys, pairwise cosine `correlation`; `beta` uniform up to `largest_beta`.
+
+    The gate is one per head, or per key channel if `vector`.
+    """
     rng = np.random.default_rng(T + HV)
     draw = rng.standard_normal
     common = np.sqrt(correlation) * _unit(draw((1, 1, H, K)))
@@ -56,7 +61,7 @@ def problem(
     reset = np.zeros((B, T), bool)
     reset[:, [T // 3, T // 2]] = True
     reset[0, min(T - 1, T // 2 + 1)] = True
-    g = _gate(gate, rng, (B, T, HV))
+    g = _gate(gate, rng, (B, T, HV, K) if vector else (B, T, HV))
     return Problem(
         q=jnp.asarray(_unit(draw((B, T, H, K))), dtype),
         k=jnp.asarray(keys, dtype),

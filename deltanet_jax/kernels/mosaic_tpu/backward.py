@@ -2,14 +2,14 @@
 
 With `R = beta E`, `U = T R`, `A = tril(P(q, k))`, `M = stril(P(k, k))`, `L = beta M`::
 
-    dU = scale A^T do + exp(b_C - b) (k dS')      dR = T^T dU          dE = dv = beta dR
+    dU = scale A^T do + (k * exp(b_C - b)) dS'    dR = T^T dU          dE = dv = beta dR
     dA = scale tril(do U^T)                       dL = -stril(dR U^T)  dM = beta dL
-    dq = scale exp(b) (do S^T) + (dA * D) k       with D_ij = exp(b_i - b_j)
-    dk = exp(b_C - b) (U dS'^T) - exp(b) (dE S^T) + (dA * D)^T q + (dM * D) k + (dM * D)^T k
-    dS = exp(b_C) dS' + q^T (scale exp(b) do) - k^T (exp(b) dE)
+    dq = scale exp(b) * (do S^T) + what dA gives
+    dk = exp(b_C - b) * (U dS'^T) - exp(b) * (dE S^T) + what dA and dM give
+    dS = exp(b_C) dS' + (q * exp(b))^T (scale do) - (k * exp(b))^T dE
     dbeta = rowsum(dR * E) + rowsum(dL * M)
 
-and every exponential passes its own product on to the b that it holds.
+and every exponential passes its own product on to the gates that it holds.
 """
 
 import functools
@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from deltanet_jax.compat import type_like
 from deltanet_jax.kernels.mosaic_tpu import tile
 from deltanet_jax.kernels.mosaic_tpu.blocks import A, Inputs, Saved, Specs
+from deltanet_jax.kernels.mosaic_tpu.decay import Carried, Decay, Scores, read_decay
 from deltanet_jax.kernels.mosaic_tpu.plan import VMEM_LIMIT, Plan
 
 __all__ = ["Gradients", "backward"]
@@ -35,7 +36,8 @@ class Gradients(NamedTuple, Generic[A]):
     k: A
     v: A
     beta: A | None
-    b: A | None  # of the cumulative log-decay
+    # Of the cumulative sum of a gate per head, [cells, N, G, C], or of a gate per channel.
+    gate: A | None
     state: A  # [BHV, K, V]
 
 
@@ -44,24 +46,26 @@ class _Rule(NamedTuple):
 
     beta: jax.Array  # [G, C, 1]
     T: jax.Array
-    kk: jax.Array  # k k^T
-    read: jax.Array  # exp(b) (k S)
-    E: jax.Array  # v - read
+    M: jax.Array
+    E: jax.Array
     U: jax.Array
 
 
+class _RuleGradients(NamedTuple):
+    M: jax.Array
+    k: jax.Array  # what reading the state gives
+    beta: jax.Array  # [G, C, 1]
+
+
 def _rule(
-    x: Inputs[jax.Array], saved: Saved[jax.Array], decay: tile.Decay, plan: Plan
+    x: Inputs[jax.Array], saved: Saved[jax.Array], decay: Decay, scores: Scores, plan: Plan
 ) -> _Rule | None:
-    if x.beta is None or saved.inverse is None:
+    if x.beta is None or saved.inverse is None or scores.M is None:
         return None
-    k, p, G = x.k[...], plan.precision, plan.heads
+    k, p = tile.per_value_head(x.k[...], plan.heads), plan.precision
     beta, T = tile.columns(x.beta[...]), saved.inverse[...]
-    kk = tile.per_value_head(tile.mm_nt(k, k, p), G)
-    read = tile.mm(tile.per_value_head(k, G), saved.states[...], p)
-    read = tile.scaled(read, decay.from_start)
-    E = x.v[...].astype(jnp.float32) - read
-    return _Rule(beta, T, kk, read, E, tile.accurate(tile.mm, T, beta * E, p))
+    E = x.v[...].astype(jnp.float32) - tile.read(k, decay.from_start, saved.states[...], p)
+    return _Rule(beta, T, scores.M, E, tile.accurate(tile.mm, T, beta * E, p))
 
 
 def _kernel(
@@ -81,34 +85,33 @@ def _kernel(
 
     do, s, dS = do_ref[...], saved.states[...], out.state[...]
     k, q = (tile.per_value_head(ref[...], plan.heads) for ref in (x.k, x.q))
-    decay = tile.read_decay(x.coarse, x.fine, plan.chunk)
-    rule = _rule(x, saved, decay, plan)
+    decay = read_decay(x.gate, plan.chunk)
+    scores = decay.scores(x.q[...], x.k[...], plan.heads, p, delta=plan.delta)
+    rule = _rule(x, saved, decay, scores, plan)
     U = x.v[...].astype(jnp.float32) if rule is None else rule.U
     u, ds = U.astype(dtype), dS.astype(dtype)
 
-    qk = tile.per_value_head(tile.mm_nt(x.q[...], x.k[...], p), plan.heads)
-    to_end = tile.scaled(tile.mm(k, ds, p), decay.to_end)
-    dU = plan.scale * tile.mm_tn((qk * decay.pairs).astype(dtype), do, p) + to_end
-    dqk = plan.scale * (tile.mm_nt(do, u, p) * decay.pairs)
+    dU = plan.scale * tile.mm_tn(scores.A.astype(dtype), do, p)
+    dU += tile.read(k, decay.to_end, ds, p)
+    dA = plan.scale * tile.mm_nt(do, u, p)
     dq_start = plan.scale * tile.scaled(tile.mm_nt(do, s, p), decay.from_start)
-    do_start = (plan.scale * tile.scaled(do, decay.from_start)).astype(dtype)
-    u_end = tile.scaled(U, decay.to_end).astype(dtype)
-    dq = dq_start + tile.mm(dqk.astype(dtype), k, p)
-    dk = tile.mm_nt(u_end, ds, p) + tile.mm_tn(dqk.astype(dtype), q, p)
-    out.state[...] = tile.scaled(dS, decay.total) + tile.mm_tn(q, do_start, p)
-    pairs, db = dqk * qk, tile.row_sum(q.astype(jnp.float32) * dq_start)
+    dk_end = tile.scaled(tile.mm_nt(u, ds, p), decay.to_end)
+    out.state[...] = tile.scaled(dS, decay.total)
+    out.state[...] += tile.write(q, decay.from_start, tile.scaled(do, plan.scale), p)
+    dM, from_start, dk = None, q * dq_start, dk_end
     if rule is None:
         out.v[...] = dU.astype(dtype)
     else:
-        dk_rule, pairs_rule, db_rule, dbeta = _rule_gradients(rule, dU, k, s, decay, out, plan)
+        d = _rule_gradients(rule, dU, k, s, decay, out, plan)
         if out.beta is not None:
-            out.beta[...] = tile.to_rows(dbeta)
-        dk, pairs, db = dk + dk_rule, pairs + pairs_rule, db + db_rule
-    if out.b is not None:
-        ends = tile.row_sum(U * to_end)
-        total = jnp.sum(s.astype(jnp.float32) * dS, axis=(1, 2), keepdims=True)
-        last = tile.scaled(total, decay.total) + jnp.sum(ends, axis=1, keepdims=True)
-        out.b[...] = _decay_gradient(pairs, db - ends, last)
+            out.beta[...] = tile.to_rows(d.beta)
+        dM, from_start, dk = d.M, from_start + k * d.k, dk + d.k
+    total = tile.row_sum(s.astype(jnp.float32) * dS)
+    carried = Carried(from_start, k * dk_end, total)
+    dq_pairs, dk_pairs, gate = decay.pull(scores, Scores(dA, dM), q, k, carried, p)
+    if out.gate is not None:
+        out.gate[...] = gate
+    dq, dk = dq_start + dq_pairs, dk + dk_pairs
     out.q[...] = tile.per_key_head(dq, plan.key_heads).astype(out.q.dtype)
     out.k[...] = tile.per_key_head(dk, plan.key_heads).astype(out.k.dtype)
 
@@ -118,43 +121,22 @@ def _rule_gradients(
     dU: jax.Array,
     k: jax.Array,
     s: jax.Array,
-    decay: tile.Decay,
+    decay: Decay,
     out: Gradients[jax.Array],
     plan: Plan,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Through `U = T (beta (v - exp(b) (k S)))`: writes dv, adds to the state's gradient.
-
-    Returns:
-        The share of dk; that of the pairwise decays; that of `b`; dbeta.
-    """
-    dtype, p = k.dtype, plan.precision
+) -> _RuleGradients:
+    """Through `U = T (beta (v - (k * exp(b)) S))`: writes dv, adds to the state's gradient."""
+    p = plan.precision
     dR = tile.accurate(tile.mm_tn, rule.T, dU, p)
     dv = rule.beta * dR
-    de = tile.scaled(dv, decay.from_start).astype(dtype)
+    low = dv.astype(k.dtype)
     # The two halves of dbeta nearly cancel where keys are alike.
-    dL = -(tile.accurate(tile.mm_nt, dR, rule.U, p) * decay.earlier)
-    out.v[...] = dv.astype(dtype)
-    dbeta = tile.row_sum(dR * rule.E) + tile.row_sum(dL * rule.kk)
-    out.state[...] -= tile.mm_tn(k, de, p)
-    dkk = rule.beta * dL
-    low = dkk.astype(dtype)
-    dk = tile.mm(low, k, p) + tile.mm_tn(low, k, p) - tile.mm_nt(de, s, p)
-    return dk, dkk * rule.kk, -tile.row_sum(dv * rule.read), dbeta
-
-
-def _decay_gradient(pairs: jax.Array, rows: jax.Array, last: jax.Array) -> jax.Array:
-    """The gradient of `b`, `[G, C]`, from its share in every product.
-
-    Args:
-        pairs: Products of the exponentials `exp(b_i - b_j)` with their gradients, `[G, C, C]`.
-        rows: What belongs to `b_i` alone, `[G, C, 1]`.
-        last: What belongs to `b_C`, `[G, 1, 1]`.
-    """
-    i, j = tile.positions(pairs.shape[-1])
-    pairs = jnp.where(i > j, pairs, 0.0)  # the diagonal cancels; its rounding would not
-    rows += tile.row_sum(pairs)
-    at_end = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) == rows.shape[1] - 1
-    return tile.to_rows(rows + jnp.where(at_end, last, 0.0)) - jnp.sum(pairs, axis=1)
+    dL = -tile.accurate(tile.mm_nt, dR, rule.U, p)
+    out.v[...] = low
+    out.state[...] -= tile.write(k, decay.from_start, dv, p)
+    dk = -tile.scaled(tile.mm_nt(low, s, p), decay.from_start)
+    dbeta = tile.row_sum(dR * rule.E) + tile.row_sum(dL * rule.M)
+    return _RuleGradients(rule.beta * dL, dk, dbeta)
 
 
 def backward(
@@ -177,7 +159,7 @@ def backward(
                 specs.key_grads,
                 specs.values,
                 specs.rows if plan.delta else None,
-                specs.rows if plan.gated else None,
+                specs.inputs(x).gate[0] if x.gate else None,
                 specs.state,
             )
         ],
@@ -187,7 +169,7 @@ def backward(
                 keys,
                 type_like(x.v, x.v.shape, dtype),
                 rows if plan.delta else None,
-                rows if plan.gated else None,
+                type_like(x.v, x.gate[0].shape, jnp.float32) if x.gate else None,
                 type_like(x.v, (cells * G, K, V), jnp.float32),
             )
         ],

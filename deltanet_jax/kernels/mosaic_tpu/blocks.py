@@ -31,8 +31,9 @@ class Inputs(NamedTuple, Generic[A]):
     k: A  # [key cells, N, heads, C, K]
     v: A  # [cells, N, G, C, V]
     beta: A | None  # [cells, N, G, C]
-    coarse: A | None  # [cells, N, G, C]; the cumulative log-decay is coarse + fine
-    fine: A | None
+    # Nothing; or for a gate per head two shares of its cumulative sum, [cells, N, G, C]; or for
+    # a gate per channel the gate, [cells, N, G, C, K].
+    gate: tuple[A, ...]
 
 
 class Saved(NamedTuple, Generic[A]):
@@ -61,12 +62,14 @@ class Specs:
             (None, None, *keys), lambda c, n: (key_cell(c), chunk_of(n), 0, 0, 0)
         )
         self.key_grads, self.values = own(*keys), own(G, C, V)
-        self.rows, self.states, self.inverse = own(G, C), own(G, K, V), own(G, C, C)
+        self.rows, self.channels = own(G, C), own(G, C, K)
+        self.states, self.inverse = own(G, K, V), own(G, C, C)
         self.state = pl.BlockSpec((G, K, V), lambda c, n: (c, 0, 0))
 
     def inputs(self, x: Inputs[jax.Array]) -> Inputs[pl.BlockSpec]:
-        rows = [None if part is None else self.rows for part in (x.beta, x.coarse, x.fine)]
-        return Inputs(self.keys, self.keys, self.values, *rows)
+        beta = None if x.beta is None else self.rows
+        gate = tuple(self.channels if part.ndim == 5 else self.rows for part in x.gate)
+        return Inputs(self.keys, self.keys, self.values, beta, gate)
 
     def saved(self, plan: Plan) -> Saved[pl.BlockSpec]:
         return Saved(self.states, self.inverse if plan.delta else None)

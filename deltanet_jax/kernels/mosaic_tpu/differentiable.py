@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     q: jax.Array  # [BH, T, K]
     k: jax.Array  # [BH, T, K]
     v: jax.Array  # [BHV, T, V]
-    g: jax.Array | None  # [BHV, T], finite
+    g: jax.Array | None  # [BHV, T] or [BHV, T, K], finite
     beta: jax.Array | None  # [BHV, T]
     state: jax.Array  # [BHV, K, V]
 
@@ -97,12 +97,13 @@ def _optional(function: Callable[[jax.Array], jax.Array], x: jax.Array | None) -
 def _inputs(x: Heads, plan: Plan) -> Inputs[jax.Array]:
     G, keys, C = plan.heads, plan.key_heads, plan.chunk
     beta = _optional(lambda y: split(y, G, C), x.beta)
-    coarse = fine = None
+    gate: tuple[jax.Array, ...] = ()
     if x.g is not None:
         g = split(x.g, G, C)
         share = jnp.round(g / COARSE) * COARSE
-        coarse, fine = jnp.cumsum(share, axis=-1), jnp.cumsum(g - share, axis=-1)
-    return Inputs(split(x.q, keys, C), split(x.k, keys, C), split(x.v, G, C), beta, coarse, fine)
+        shares = jnp.cumsum(share, axis=3), jnp.cumsum(g - share, axis=3)
+        gate = (g,) if plan.gate == "vector" else shares
+    return Inputs(split(x.q, keys, C), split(x.k, keys, C), split(x.v, G, C), beta, gate)
 
 
 Residuals = tuple[Inputs[jax.Array], Saved[jax.Array]]
@@ -128,9 +129,9 @@ def _run_backward(
     do, d_final = cotangents
     grads = backward(inputs, saved, split(do, plan.heads, plan.chunk), d_final, plan)
     beta = _optional(join, grads.beta)
-    g = None
-    if grads.b is not None:
-        g = join(jax.lax.cumsum(grads.b, axis=3, reverse=True))
+    g = grads.gate
+    if g is not None and plan.gate == "scalar":
+        g = jax.lax.cumsum(g, axis=3, reverse=True)
 
     def per_key_head(x: jax.Array) -> jax.Array:
         if x.shape != inputs.q.shape:
@@ -138,7 +139,7 @@ def _run_backward(
         return join(x).astype(inputs.q.dtype)
 
     q, k = per_key_head(grads.q), per_key_head(grads.k)
-    return (Heads(q, k, join(grads.v), g, beta, grads.state),)
+    return (Heads(q, k, join(grads.v), _optional(join, g), beta, grads.state),)
 
 
 _run.defvjp(_run_forward, _run_backward)

@@ -2,9 +2,9 @@
 
 ::
 
-    E = v - exp(b) (k S)        R = beta E        U = T R
-    o = scale (exp(b) (q S) + tril(P(q, k)) U)
-    S' = exp(b_C) S + k^T (exp(b_C - b) U)
+    E = v - (k * exp(b)) S        R = beta E        U = T R
+    o = scale ((q * exp(b)) S + tril(P(q, k)) U)
+    S' = exp(b_C) S + (k * exp(b_C - b))^T U
 
 Without the delta rule `U = v`.
 """
@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from deltanet_jax.compat import type_like
 from deltanet_jax.kernels.mosaic_tpu import tile
 from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, Specs
+from deltanet_jax.kernels.mosaic_tpu.decay import read_decay
 from deltanet_jax.kernels.mosaic_tpu.plan import VMEM_LIMIT, Plan
 
 __all__ = ["forward"]
@@ -42,22 +43,20 @@ def _kernel(
     q, k, v, S = x.q[...], x.k[...], x.v[...], state_ref[...]
     s = S.astype(dtype)
     kv, qv = tile.per_value_head(k, plan.heads), tile.per_value_head(q, plan.heads)
-    decay = tile.read_decay(x.coarse, x.fine, plan.chunk)
+    decay = read_decay(x.gate, plan.chunk)
+    scores = decay.scores(q, k, plan.heads, p, delta=plan.delta)
     U = v.astype(jnp.float32)
-    if x.beta is not None:
+    if x.beta is not None and scores.M is not None:
         beta = tile.columns(x.beta[...])
-        kk = tile.per_value_head(tile.mm_nt(k, k, p), plan.heads)
-        T = tile.unit_lower_inverse(beta * (kk * decay.earlier), p)
-        E = U - tile.scaled(tile.mm(kv, s, p), decay.from_start)
+        T = tile.unit_lower_inverse(beta * scores.M, p)
+        E = U - tile.read(kv, decay.from_start, s, p)
         U = tile.accurate(tile.mm, T, beta * E, p)
         if saved is not None and saved.inverse is not None:
             saved.inverse[...] = T
-    qk = tile.per_value_head(tile.mm_nt(q, k, p), plan.heads)
-    A = (qk * decay.pairs).astype(dtype)
-    o = tile.scaled(tile.mm(qv, s, p), decay.from_start) + tile.mm(A, U.astype(dtype), p)
+    A = scores.A.astype(dtype)
+    o = tile.read(qv, decay.from_start, s, p) + tile.mm(A, U.astype(dtype), p)
     o_ref[...] = (plan.scale * o).astype(o_ref.dtype)
-    u_end = tile.scaled(U, decay.to_end).astype(dtype)
-    state_ref[...] = tile.scaled(S, decay.total) + tile.mm_tn(kv, u_end, p)
+    state_ref[...] = tile.scaled(S, decay.total) + tile.write(kv, decay.to_end, U, p)
     if saved is not None:
         saved.states[...] = s
 

@@ -14,8 +14,10 @@ DEFAULT_CHUNK = 128
 # Under the 64 MiB of the smallest core's VMEM, with room for what XLA keeps there.
 VMEM_LIMIT = 40 * 2**20
 # Heads of 128 x 128 in one program. Their serial chains hide each other's latency; more of them
-# cost VMEM and compile time, in float32 six products for one.
+# cost VMEM and compile time, in float32 six products for one, and a gate per channel has more to
+# hide it with.
 MAX_HEADS = {"bfloat16": 8, "float32": 2}
+MAX_HEADS_VECTOR_GATE = 4
 
 
 class Plan(NamedTuple):
@@ -27,7 +29,7 @@ class Plan(NamedTuple):
     group: int  # value heads per key head
     scale: float
     delta: bool
-    gated: bool
+    gate: str  # "none", "scalar" (one per head) or "vector" (one per key channel)
     precision: jax.lax.Precision | None  # of all products; None for 16-bit inputs, as Mosaic wants
     interpret: object  # False, True, or the parameters of Pallas's TPU interpreter
 
@@ -44,8 +46,6 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
         return f"the TPU kernels round 16-bit products; got precision={problem.precision}"
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         return f"the TPU kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
-    if problem.g is not None and problem.g.ndim == 4:
-        return "the TPU kernels have no gate per key channel"
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         return f"the TPU kernels need a chunk size in {CHUNK_SIZES}; got {chunk_size}"
     return None
@@ -59,7 +59,11 @@ def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Pl
     if chunk_size is None:
         chunk_size = next(c for c in CHUNK_SIZES if c >= min(T, DEFAULT_CHUNK))
     tile = max(chunk_size, 128) * max(K, V, chunk_size, 128)
-    fits = max(1, MAX_HEADS[str(problem.v.dtype)] * 128 * 128 // max(tile, K * V))
+    most = MAX_HEADS[str(problem.v.dtype)]
+    gate = _gate_kind(problem)
+    if gate == "vector":
+        most = min(most, MAX_HEADS_VECTOR_GATE)
+    fits = max(1, most * 128 * 128 // max(tile, K * V))
     heads = max(
         n for n in range(1, fits + 1) if (B * HV) % n == 0 and (n % group == 0 or group % n == 0)
     )
@@ -75,7 +79,13 @@ def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Pl
         group=group,
         scale=problem.scale,
         delta=problem.beta is not None,
-        gated=problem.g is not None or problem.reset is not None,
+        gate=gate,
         precision=precision,
         interpret=interpret,
     )
+
+
+def _gate_kind(problem: Problem) -> str:
+    if problem.g is not None and problem.g.ndim == 4:
+        return "vector"
+    return "none" if problem.g is None and problem.reset is None else "scalar"

@@ -1,44 +1,46 @@
-"""The mathematics of one chunk for the TPU kernels: products, decays and the inverse.
+"""The mathematics of one chunk for the TPU kernels: products and the inverse.
 
 Arrays hold the heads of a cell as their leading axis. Row vectors, as in the mathematics:
 `L_ij = beta_i k_i k_j^T exp(b_i - b_j)` for `j < i`, `T = (I + L)^-1`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 __all__ = [
-    "Decay",
+    "ROWS",
+    "Precision",
     "accurate",
     "columns",
-    "decay_factors",
     "mm",
     "mm_nt",
     "mm_tn",
+    "odd_blocks",
     "per_key_head",
     "per_value_head",
     "positions",
-    "read_decay",
+    "read",
+    "rolled",
     "row_sum",
     "scaled",
+    "spread",
     "to_rows",
     "unit_lower_inverse",
+    "write",
 ]
 
-Product = Callable[[jax.Array, jax.Array, jax.lax.Precision | None], jax.Array]
+# Of a call's products of inputs; `None` where these have 16 bits.
+Precision = jax.lax.Precision | None
+Product = Callable[[jax.Array, jax.Array, Precision], jax.Array]
 
-# Added to exponents that a mask excludes: exp gives exactly 0, and nothing overflows before.
-MASKED = -1e30
 # Rows of a vector register, and of the blocks that are inverted by substitution.
 ROWS = 8
 
 
-def _product(
-    x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: jax.lax.Precision | None
-) -> jax.Array:
+def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: Precision) -> jax.Array:
     return jax.lax.dot_general(
         x,
         y,
@@ -48,17 +50,17 @@ def _product(
     )
 
 
-def mm(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+def mm(x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
     """`x y` for every head."""
     return _product(x, y, (2, 1), precision)
 
 
-def mm_nt(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+def mm_nt(x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
     """`x y^T` for every head."""
     return _product(x, y, (2, 2), precision)
 
 
-def mm_tn(x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+def mm_tn(x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
     """`x^T y` for every head."""
     return _product(x, y, (1, 1), precision)
 
@@ -91,7 +93,7 @@ def positions(C: int) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def unit_lower_inverse(L: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+def unit_lower_inverse(L: jax.Array, precision: Precision) -> jax.Array:
     """`(I + L)^-1` for strictly lower triangular `L`, `[G, C, C]` with `C` a power of two.
 
     Rows are substituted inside blocks of 8; then blocks of size b become blocks of size 2b by
@@ -100,7 +102,7 @@ def unit_lower_inverse(L: jax.Array, precision: jax.lax.Precision | None) -> jax
 
     Args:
         L: The matrix.
-        precision: Of a call's other products; `None` where their operands have 16 bits.
+        precision: Of the call's other products.
     """
     C = L.shape[-1]
     rows, cols = positions(C)
@@ -109,24 +111,24 @@ def unit_lower_inverse(L: jax.Array, precision: jax.lax.Precision | None) -> jax
     while size < C:
         # Only every second block of rows changes: half a product each.
         level = jnp.where(((rows ^ cols) & -size) == size, L, 0.0)
-        X = accurate(mm, _odd_blocks(level, size), T, precision)
-        step = accurate(mm, _odd_blocks(T, size), _spread(X, size), precision)
-        T = T - _spread(step, size)
+        X = accurate(mm, odd_blocks(level, size), T, precision)
+        step = accurate(mm, odd_blocks(T, size), spread(X, size), precision)
+        T = T - spread(step, size)
         size *= 2
     return T
 
 
-def _odd_blocks(x: jax.Array, size: int) -> jax.Array:
-    """The rows whose block of `size` has an odd number, `[G, C / 2, C]`."""
-    G, C, _ = x.shape
-    return x.reshape(G, C // (2 * size), 2, size, C)[:, :, 1].reshape(G, C // 2, C)
+def odd_blocks(x: jax.Array, size: int) -> jax.Array:
+    """The rows whose block of `size` has an odd number, `[G, C / 2, D]` of `[G, C, D]`."""
+    G, C, D = x.shape
+    return x.reshape(G, C // (2 * size), 2, size, D)[:, :, 1].reshape(G, C // 2, D)
 
 
-def _spread(x: jax.Array, size: int) -> jax.Array:
-    """Undo `_odd_blocks`, with zeros in the other rows."""
-    G, half, C = x.shape
-    x = x.reshape(G, half // size, 1, size, C)
-    return jnp.concatenate([jnp.zeros_like(x), x], axis=2).reshape(G, 2 * half, C)
+def spread(x: jax.Array, size: int) -> jax.Array:
+    """Undo `odd_blocks`, with zeros in the other rows."""
+    G, half, D = x.shape
+    x = x.reshape(G, half // size, 1, size, D)
+    return jnp.concatenate([jnp.zeros_like(x), x], axis=2).reshape(G, 2 * half, D)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,9 +137,7 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def accurate(
-    product: Product, x: jax.Array, y: jax.Array, precision: jax.lax.Precision | None
-) -> jax.Array:
+def accurate(product: Product, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
     """`product(x, y)` of float32 operands, also where the other operands have 16 bits.
 
     Three products of 16-bit halves then: a third of the cost of float32, and unlike a precision
@@ -183,48 +183,35 @@ def to_rows(columns: jax.Array) -> jax.Array:
     return jnp.concatenate([columns[h] for h in range(columns.shape[0])], axis=1).T
 
 
-class Decay(NamedTuple):
-    """Exponentials of sums of log-decays over ranges of one chunk's tokens; `None` stands for 1."""
-
-    pairs: jax.Array  # exp(b_i - b_j) for j <= i, else 0: [G, C, C], or [1, C, C] without a gate
-    earlier: jax.Array  # the same for j < i
-    from_start: jax.Array | None  # exp(b_i), [G, C, 1]
-    to_end: jax.Array | None  # exp(b_C - b_i), [G, C, 1]
-    total: jax.Array | None  # exp(b_C), [G, 1, 1]
-
-
-def decay_factors(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> Decay:
-    """The factors of a chunk whose cumulative log-decay is `b = coarse + fine`, `[G, C]` each.
-
-    The coarse shares of `g` are multiples of a power of two, so that their sums and differences
-    are exact: a sum over a short range after a huge gate keeps its digits.
-    """
-    rows, cols = positions(C)
-    if coarse is None or fine is None:
-        causal = jnp.where(rows >= cols, 1.0, 0.0)[None]
-        return Decay(causal, jnp.where(rows > cols, 1.0, 0.0)[None], None, None, None)
-    lines, turned = (coarse, fine), (columns(coarse), columns(fine))
-    ends = tuple(x[:, -1:, :] for x in turned)
-    spans = [c - r[:, None, :] for c, r in zip(turned, lines, strict=True)]
-    # The exponent is masked, not its exponential, which would be infinite above the diagonal.
-    pairs = jnp.exp(jnp.where(rows >= cols, spans[0] + spans[1], MASKED))
-    return Decay(
-        pairs=pairs,
-        earlier=jnp.where(rows > cols, pairs, 0.0),
-        from_start=jnp.exp(turned[0] + turned[1]),
-        to_end=jnp.exp((ends[0] - turned[0]) + (ends[1] - turned[1])),
-        total=jnp.exp(ends[0] + ends[1]),
-    )
-
-
-def read_decay(coarse: jax.Array | None, fine: jax.Array | None, C: int) -> Decay:
-    """`decay_factors` of two references to rows, or of `None`."""
-    if coarse is None or fine is None:
-        return decay_factors(None, None, C)
-    return decay_factors(coarse[...], fine[...], C)
-
-
-def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+def scaled(x: jax.Array, factor: jax.Array | float | None) -> jax.Array:
     """`factor * x` in float32."""
     x = x.astype(jnp.float32)
     return x if factor is None else factor * x
+
+
+def read(x: jax.Array, factor: jax.Array | None, y: jax.Array, precision: Precision) -> jax.Array:
+    """`(factor * x) y`; a factor without channels multiplies the product."""
+    if factor is None or factor.shape[-1] == 1:
+        return scaled(mm(x, y, precision), factor)
+    return _left_accurate(mm, factor * x, y, precision)
+
+
+def write(x: jax.Array, factor: jax.Array | None, y: jax.Array, precision: Precision) -> jax.Array:
+    """`(factor * x)^T y`, y rounded to the dtype of x; a factor without channels multiplies y."""
+    if factor is None or factor.shape[-1] == 1:
+        return mm_tn(x, scaled(y, factor).astype(x.dtype), precision)
+    return _left_accurate(mm_tn, factor * x, y.astype(x.dtype), precision)
+
+
+def _left_accurate(product: Product, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
+    """`product(x, y)` of a float32 `x`, its two 16-bit halves where `y` has 16 bits."""
+    if precision is not None:
+        return product(x, y, precision)
+    high, low = _halves(x)
+    return product(high, y, None) + product(low, y, None)
+
+
+def rolled(x: jax.Array, rows: int) -> jax.Array:
+    """Every row moved down by `rows`, the last ones to the top; `[N, 8, K]`."""
+    moved: jax.Array = pltpu.roll(x, rows, 1)
+    return moved
