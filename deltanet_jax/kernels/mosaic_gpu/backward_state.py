@@ -24,7 +24,7 @@ SHAPE = (CHUNK, WIDTH)
 
 def _write_cotangent(plan: Plan, tile, wait_scores):
     """`dw`, over scale."""
-    read = tile["k"], tile["state"]
+    read = tile[plan.writes], tile["state"]
     own = tiles.transposed(tile["scores"]), tile["do"]
     if not plan.gated:
         wait_scores()
@@ -49,8 +49,7 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
         decay = tiles.over_rows(jnp.exp(tiles.row(tile["b"])), SHAPE)
         dv *= decay
         tile["do"][...] = (tiles.matrix(tile["do"]) * decay).astype(plan.dtype)
-        kept = tiles.over_rows(jnp.exp(tiles.row(tile["total"])), SHAPE)
-        state = [block * kept for block in state]
+    state = serial.decayed_state(plan, tile, state)
     if plan.delta:
         tile["error"][...] = (-dv).astype(plan.dtype)
     plgpu.commit_smem()
@@ -93,7 +92,9 @@ def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None):
+def reverse_states(
+    q, k, do, inverse, dstate, *, beta, b, channels=None, scale, only_state=False, interpret=None
+):
     """Cotangents of the values and of the state around every chunk.
 
     Args:
@@ -103,7 +104,9 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+            `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         only_state: Whether to return `dstate` alone.
         interpret: Interpreter parameters, or `None` for the device.
@@ -112,13 +115,14 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangent `dstates` of the state
         leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
     """
-    plan = serial.plan_for(q, do, beta, b, scale=scale, interpret=interpret, only_state=only_state)
-    inputs = {"q": q, "k": k, "do": do, "end": dstate} | serial.vectors_of(beta, b)
+    plan = serial.plan_for(
+        q, do, beta, b, channels, scale=scale, interpret=interpret, only_state=only_state
+    )
+    inputs = {"do": do, "end": dstate} | serial.inputs_of(q, k, inverse, beta, b, channels)
     own = {"state": (plan.key_dim, WIDTH)}
     if not only_state:
         own |= {"dv": SHAPE}
     if plan.delta:
-        inputs |= {"inverse": inverse}
         own |= {"error": SHAPE}
     chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
     shape = jax.ShapeDtypeStruct

@@ -25,7 +25,7 @@ class Arrays(NamedTuple):
     q: jax.Array  # [B, T, H, K]
     k: jax.Array  # [B, T, H, K]
     v: jax.Array  # [B, T, HV, V]
-    g: jax.Array | None  # [B, T, HV] float32, finite
+    g: jax.Array | None  # [B, T, HV] or [B, T, HV, K] float32, finite
     beta: jax.Array | None  # [B, T, HV] float32
     state: jax.Array  # [B, HV, K, V] float32
 
@@ -85,7 +85,8 @@ def _finite_gate(problem: Problem) -> jax.Array | None:
         return g
     if g is None:
         g = jnp.zeros(problem.v.shape[:3], jnp.float32)
-    return jnp.where(problem.reset[..., None], LOG_ZERO, g)
+    reset = problem.reset.reshape(*problem.reset.shape, *(1,) * (g.ndim - 2))
+    return jnp.where(reset, LOG_ZERO, g)
 
 
 def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:
@@ -129,21 +130,44 @@ def _batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The forward's results, and the inputs of the kernels as the backward reads them."""
-    from deltanet_jax.kernels.mosaic_gpu import forward, prep
+def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
+    """What the serial kernels read, from `q`, `k`, `beta` and the gate."""
+    from deltanet_jax.kernels.mosaic_gpu import prep, vector_prep
 
-    beta = None if x.beta is None else _chunk_vectors(x.beta)
-    b = None if x.g is None else jnp.cumsum(_chunk_vectors(x.g), axis=-1)
-
-    def launch(q, k, v, state, beta, b):
-        inverse = maps = None
+    q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
+    if x["g"] is None:
+        inverse = None
         if beta is not None:
             inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
-        q, k, v, inverse, beta, b = (
-            split.fold(y, call.pieces) for y in (q, k, v, inverse, beta, b)
-        )
-        gates = {"beta": beta, "b": b, "interpret": call.interpret}
+        return {"queries": q, "keys": k, "inverse": inverse, "channels": None}
+    out = vector_prep.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)
+    channels = {name: out.pop(name) for name in ("writes", "scores", "kept")}
+    return {"keys": None, "inverse": None} | out | {"channels": channels}
+
+
+def _fold(call: Call, tree: Any) -> Any:
+    return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
+
+
+def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The forward's results, and the inputs of the kernels as the backward reads them."""
+    from deltanet_jax.kernels.mosaic_gpu import forward
+
+    beta = None if x.beta is None else _chunk_vectors(x.beta)
+    b = g = None
+    if x.g is not None and x.g.ndim == 4:
+        g = x.g
+    elif x.g is not None:
+        b = jnp.cumsum(_chunk_vectors(x.g), axis=-1)
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b, "g": g}
+
+    def launch(x, state):
+        made = _decayed(call, x, save=save)
+        maps = None
+        names = "queries", "keys", "inverse", "channels"
+        q, k, inverse, channels = _fold(call, tuple(made[name] for name in names))
+        v, beta, b = _fold(call, (x["v"], x["beta"], x["b"]))
+        gates = {"beta": beta, "b": b, "channels": channels, "interpret": call.interpret}
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             state = split.chain(state, maps, offsets, call.pieces, reverse=False)
@@ -153,10 +177,10 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
         maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
-        return out | {"final": final, "inverse": split.unfold(inverse, call.pieces), "maps": maps}
+        made.update(out, final=final, maps=maps)
+        return made
 
-    out = _batched(launch)(x.q, x.k, x.v, x.state, beta, b)
-    return out, {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b}
+    return _batched(launch)(inputs, x.state), inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -70,8 +70,7 @@ def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
     if plan.gated:
         total = tiles.row(tile["total"])
         decayed = write * tiles.over_rows(jnp.exp(total - b), SHAPE)
-        kept = tiles.over_rows(jnp.exp(total), SHAPE)
-        state = [block * kept for block in state]
+    state = serial.decayed_state(plan, tile, state)
     _store_writes(plan, refs, tile, tokens, u, write, decayed)
     last = []
     if not plan.only_state:
@@ -89,7 +88,7 @@ def _chunk(plan: Plan, refs, tile, barriers, chunk, place, state):
         tile["write"][...] = decayed.astype(plan.dtype)
         plgpu.commit_smem()
     added = tile.get("added", tile["write"])
-    keys = [tiles.transposed(tile["k"].at[:, rows]) for rows in plan.rows]
+    keys = [tiles.transposed(tile[plan.writes].at[:, rows]) for rows in plan.rows]
     last += [(block, [(key, added)]) for block, key in zip(state, keys, strict=True)]
     done = accumulate(*last)
     free(chunk)
@@ -146,7 +145,9 @@ def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None):
+def run_states(
+    q, k, v, inverse, state, *, beta, b, channels=None, scale, save, interpret=None
+):
     """Outputs, the final state and what the backward needs.
 
     Args:
@@ -156,7 +157,9 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         state: The initial state, `[B, HV, K, V]` float32.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+            `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         save: Whether to return `states` and `u`.
         interpret: Interpreter parameters, or `None` for the device.
@@ -165,7 +168,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
-    plan = serial.plan_for(q, v, beta, b, scale=scale, save=save, interpret=interpret)
+    plan = serial.plan_for(q, v, beta, b, channels, scale=scale, save=save, interpret=interpret)
     own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
     if plan.delta:
         own |= {"error": SHAPE}
@@ -178,16 +181,14 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         outputs |= {"states": shape(chunks, v.dtype)}
         if plan.delta:
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"q": q, "k": k, "v": v, "start": state} | serial.vectors_of(beta, b)
-    if plan.delta:
-        inputs |= {"inverse": inverse}
+    inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, beta, b, channels)
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", reverse=False, barriers=False, interpret=interpret,
     )  # fmt: skip
 
 
-def state_maps(k, v, inverse, *, beta, b, interpret=None):
+def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
     """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
 
     Args:
@@ -195,24 +196,27 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+            `q` and `k` then are its `queries` and `keys`.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
         `M` `[B, HV, K, K]` and `R` `[B, HV, K, V]`, float32.
     """
     heads, value_dim = v.shape[2:]
-    batch, _, _, key_dim = k.shape
+    writes = k if channels is None else channels["writes"]
+    batch, _, _, key_dim = writes.shape
     plan = serial.plan_for(
-        k, v, beta, b, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
-    )
+        writes, v, beta, b, channels,
+        scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True,
+    )  # fmt: skip
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
-    inputs = {"k": k, "v": v, "start": start} | serial.vectors_of(beta, b)
+    inputs = {"v": v, "start": start} | serial.inputs_of(None, k, inverse, beta, b, channels)
     own = {"state": (plan.key_dim, WIDTH), "write": SHAPE}
     if plan.delta:
-        inputs |= {"inverse": inverse}
         own |= {"error": SHAPE}
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
