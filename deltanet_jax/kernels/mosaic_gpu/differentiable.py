@@ -139,14 +139,21 @@ def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
         inverse = None
         if beta is not None:
             inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
-        return {"queries": q, "keys": k, "inverse": inverse, "channels": None}
+        return {"inverse": inverse}
     out = vector_prep.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)
     channels = {name: out.pop(name) for name in ("writes", "scores", "kept")}
-    return {"keys": None, "inverse": None} | out | {"channels": channels}
+    return out | {"channels": channels}
 
 
 def _fold(call: Call, tree: Any) -> Any:
     return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
+
+
+def _operands(call: Call, x: dict[str, Any]) -> tuple[Any, ...]:
+    """What both serial kernels read, piece by piece: q, k, the inverse and the gates by name."""
+    q, k = x.get("queries", x["q"]), x.get("keys", x["k"])
+    gates = {"beta": x["beta"], "b": x["b"], "channels": x.get("channels")}
+    return _fold(call, (q, k, x.get("inverse"), gates))
 
 
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -163,11 +170,10 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
 
     def launch(x, state):
         made = _decayed(call, x, save=save)
+        q, k, inverse, gates = _operands(call, x | made)
+        v = _fold(call, x["v"])
+        gates |= {"interpret": call.interpret}
         maps = None
-        names = "queries", "keys", "inverse", "channels"
-        q, k, inverse, channels = _fold(call, tuple(made[name] for name in names))
-        v, beta, b = _fold(call, (x["v"], x["beta"], x["b"]))
-        gates = {"beta": beta, "b": b, "channels": channels, "interpret": call.interpret}
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             state = split.chain(state, maps, offsets, call.pieces, reverse=False)
@@ -191,55 +197,75 @@ def _run(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
 
 def _run_forward(call: Call, x: Arrays) -> tuple[tuple[jax.Array, jax.Array], Any]:
     out, inputs = _forward(call, x, save=True)
-    saved = inputs | {name: out.get(name) for name in ("inverse", "states", "u", "maps")}
-    return (out["o"], out["final"]), saved
+    o, final = out.pop("o"), out.pop("final")
+    return (o, final), inputs | out
 
 
 def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Arrays]:
-    from deltanet_jax.kernels.mosaic_gpu import backward_grads, backward_state
-
-    def launch(x, do, dstate):
-        gates = {"beta": x["beta"], "b": x["b"]}
-        names = ("q", "k", "inverse")
-        q, k, inverse, do_folded = (
-            split.fold(y, call.pieces) for y in (*(x[name] for name in names), do)
-        )
-        folded = {name: split.fold(y, call.pieces) for name, y in gates.items()}
-        reverse = functools.partial(
-            backward_state.reverse_states, q, k, do_folded, inverse,
-            scale=call.scale, interpret=call.interpret, **folded,
-        )  # fmt: skip
-        if call.pieces > 1:
-            zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
-            offsets = reverse(zeros, only_state=True)["dstate"]
-            maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
-            dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
-        out = reverse(dstate)
-        dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
-        dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
-        u = x["v"] if x["u"] is None else x["u"]
-        dq, dk, dbeta, db = backward_grads.chunk_gradients(
-            x["q"], x["k"], u, do, dv, x["states"], dstates,
-            scale=call.scale, interpret=call.interpret, **gates,
-        )  # fmt: skip
-        return dq, dk, dv, dbeta, db, dstate
-
     do, dfinal = cotangents
-    out = _batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)
-    dq, dk, dv, dbeta, db, dstate = out
-    dg = None
-    if db is not None:
-        dg = _token_vectors(jax.lax.cumsum(db, axis=3, reverse=True))
+    launch = _batched(functools.partial(_backward, call))
+    d = launch(saved, do, dfinal.astype(jnp.float32) / call.scale)
+    dg = d["g"]
+    if d["b"] is not None:
+        dg = _token_vectors(jax.lax.cumsum(d["b"], axis=3, reverse=True))
     return (
         Arrays(
-            _per_key_head(dq, saved["q"]),
-            _per_key_head(dk, saved["k"]),
-            dv,
+            _per_key_head(d["q"], saved["q"]),
+            _per_key_head(d["k"], saved["k"]),
+            d["v"],
             dg,
-            None if dbeta is None else _token_vectors(dbeta),
-            dstate * call.scale,
+            None if d["beta"] is None else _token_vectors(d["beta"]),
+            d["state"] * call.scale,
         ),
     )
+
+
+def _backward(
+    call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array
+) -> dict[str, jax.Array | None]:
+    """The gradients of the inputs of `_forward`, that of the state over scale."""
+    from deltanet_jax.kernels.mosaic_gpu import backward_state
+
+    q, k, inverse, gates = _operands(call, x)
+    reverse = functools.partial(
+        backward_state.reverse_states, q, k, _fold(call, do), inverse,
+        scale=call.scale, interpret=call.interpret, **gates,
+    )  # fmt: skip
+    if call.pieces > 1:
+        zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
+        offsets = reverse(zeros, only_state=True)["dstate"]
+        maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
+        dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
+    out = reverse(dstate)
+    dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+    dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
+    values = (x.get("u", x["v"]), do, dv, x["states"], dstates)
+    gradients = _channel_gradients if x["g"] is not None else _head_gradients
+    return gradients(call, x, values) | {"v": dv, "state": dstate}
+
+
+def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
+    from deltanet_jax.kernels.mosaic_gpu import backward_grads
+
+    dq, dk, dbeta, db = backward_grads.chunk_gradients(
+        x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
+        scale=call.scale, interpret=call.interpret,
+    )  # fmt: skip
+    return {"q": dq, "k": dk, "beta": dbeta, "b": db, "g": None}
+
+
+def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
+    from deltanet_jax.kernels.mosaic_gpu import vector_grads, vector_pull
+
+    beta = x["beta"]
+    made = x["channels"] | {"overlaps": x.get("overlaps")}
+    d = vector_grads.chunk_cotangents(
+        made, beta, *values, scale=call.scale, interpret=call.interpret
+    )
+    dq, dk, dg = vector_pull.chunk_gradients(
+        x["q"], x["k"], x["g"], d, delta=beta is not None, interpret=call.interpret
+    )
+    return {"q": dq, "k": dk, "beta": d.get("beta"), "b": None, "g": dg}
 
 
 def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:

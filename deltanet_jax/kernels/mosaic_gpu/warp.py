@@ -152,38 +152,45 @@ def _products(ctx, x, y):
     return _accumulated(x, sums, BLOCK)
 
 
-def apply_blocks(
-    weights: jax.Array, y: jax.Array, *, transpose: bool = False, interpret: bool
-) -> jax.Array:
-    """`w y`, or `w^T y`, within blocks of 16 rows: `[C, S]` float32, of 16-bit operands.
+def apply_blocks(*terms: tuple[jax.Array, jax.Array, bool], interpret: bool) -> jax.Array:
+    """The sum of `w y`, or of `w^T y`, within blocks of 16 rows, `[C, S]` float32.
 
     Args:
-        weights: One block of 16 columns for each block of rows, `[C, 16]`.
-        y: `[C, S]`.
-        transpose: Whether the blocks of `weights` are to be transposed.
+        *terms: 16-bit weights, one block of 16 columns for each block of rows, `[C, 16]`; the
+            right operand `[C, S]`; whether the blocks of weights are to be transposed.
         interpret: Whether the interpreter runs this.
     """
+    flags = tuple(transpose for *_, transpose in terms)
     if interpret:
-        weights, blocks = (z.reshape(-1, BLOCK, z.shape[1]) for z in (weights, y))
-        equation = "bji,bjk->bik" if transpose else "bij,bjk->bik"
-        out = jnp.einsum(equation, weights, blocks, preferred_element_type=jnp.float32)
-        return out.reshape(y.shape)
-    result = plgpu.ShapeDtypeStruct(y.shape, jnp.float32, layout=LAYOUT)
-    body = functools.partial(_apply, transpose=transpose)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=result)(body)(weights, y)
+        return sum(_applied(*term) for term in terms)
+    operands = [x for *pair, _ in terms for x in pair]
+    result = plgpu.ShapeDtypeStruct(operands[1].shape, jnp.float32, layout=LAYOUT)
+    body = functools.partial(_apply, flags)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(
+        *operands
+    )
 
 
-def _apply(ctx, weights, y, *, transpose: bool):
+def _applied(weights: jax.Array, y: jax.Array, transpose: bool) -> jax.Array:
+    weights, blocks = (z.reshape(-1, BLOCK, z.shape[1]) for z in (weights, y))
+    equation = "bji,bjk->bik" if transpose else "bij,bjk->bik"
+    out = jnp.einsum(equation, weights, blocks, preferred_element_type=jnp.float32)
+    return out.reshape(y.shape)
+
+
+def _apply(flags, ctx, *operands):
     del ctx
-    w = _registers(weights)
-    if transpose:
-        left = [_transposed(z) for z in (w[0, 0], w[1, 0], w[0, 1], w[1, 1])]
-    else:
-        left = [*w[0], *w[1]]
-    sums = []
-    for register in _registers(y):
-        right = [_transposed(z) for z in register]
-        sums.append(_multiply_add(y, left, right, None))
+    y = operands[1]
+    sums = [None] * len(_registers(y))
+    for weights, y, transpose in zip(operands[::2], operands[1::2], flags, strict=True):
+        w = _registers(weights)
+        if transpose:
+            left = [_transposed(z) for z in (w[0, 0], w[1, 0], w[0, 1], w[1, 1])]
+        else:
+            left = [*w[0], *w[1]]
+        for at, register in enumerate(_registers(y)):
+            right = [_transposed(z) for z in register]
+            sums[at] = _multiply_add(y, left, right, sums[at])
     return _accumulated(y, sums, y.shape[1])
 
 
