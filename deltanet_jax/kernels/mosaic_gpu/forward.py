@@ -145,9 +145,7 @@ def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def run_states(
-    q, k, v, inverse, state, *, beta, b, channels=None, scale, save, interpret=None
-):
+def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, interpret=None):
     """Outputs, the final state and what the backward needs.
 
     Args:

@@ -27,6 +27,7 @@ __all__ = [
     "Sums",
     "doubled",
     "factor",
+    "gate_gradient",
     "pairs",
     "single",
     "transposed",
@@ -87,7 +88,7 @@ def single(a: jax.Array) -> Blocks:
 
 
 def factor(x: Blocks, size: int) -> jax.Array:
-    """From the boundary through the token in odd blocks, from after the token to it in even ones."""
+    """In odd blocks from the boundary through the token, in even ones from after it on."""
     return jnp.where(_odd(x.block.shape, size), x.through, x.after)
 
 
@@ -102,15 +103,30 @@ def doubled(x: Blocks, size: int, exchange: Exchange) -> Blocks:
     )
 
 
-def transposed(d: Sums, size: int, d_level: jax.Array, exchange: Exchange) -> Sums:
+def transposed(x: Sums, size: int, level: jax.Array | None, exchange: Exchange) -> Sums:
     """From the gradients over blocks of `2 size` to those over blocks of `size`.
 
-    `d_level` is the gradient of the logarithm of this size's factor.
+    `level` is the gradient of the logarithm of this size's factor.
     """
-    odd = _odd(d.block.shape, size)
-    other = jnp.where(odd, d.through, d.after) + d.block
-    return Sums(
-        d.through + jnp.where(odd, d_level, 0.0),
-        d.after + jnp.where(odd, 0.0, d_level),
-        d.block + exchange(other, size),
-    )
+    odd = _odd(x.block.shape, size)
+    other = jnp.where(odd, x.through, x.after) + x.block
+    block = x.block + exchange(other, size)
+    if level is None:
+        return Sums(x.through, x.after, block)
+    through, after = _shared(level, size)
+    return Sums(x.through + through, x.after + after, block)
+
+
+def gate_gradient(size: int, level: jax.Array, exchange: Exchange) -> jax.Array:
+    """The gradient of the gate from that of the logarithm of one size's factor."""
+    x = Sums(*_shared(level, size), jnp.zeros_like(level))
+    while size > 1:
+        size //= 2
+        x = transposed(x, size, None, exchange)
+    return x.g
+
+
+def _shared(level: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """What the factor of an odd block and of an even one pass on to `through` and `after`."""
+    odd = _odd(level.shape, size)
+    return jnp.where(odd, level, 0.0), jnp.where(odd, 0.0, level)

@@ -158,18 +158,15 @@ def _body(plan: Plan, names, *args):
         if plan.delta:
             plgpu.copy_gmem_to_smem(refs["writes_of"].at[own], buffers["third"], loaded["third"])
         plgpu.barrier_wait(loaded["states"])
-        state, dstate = (tiles.transposed(buffers[x]) for x in ("state", "dstate"))
-        read, *others = tiles.products(
-            (SQUARE, [(buffers["do"], state)]),
-            (SQUARE, [(buffers["u"], dstate)]),
-            *([(SQUARE, [(buffers["dv"], state)])] if plan.delta else []),
-        )
-        written, *erased = others
         buffers["kept"][...] = plan.scale * _dot_rows(buffers["state"], buffers["dstate"])
+        state, dstate = (tiles.transposed(buffers[x]) for x in ("state", "dstate"))
+        read = tiles.product(SQUARE, (buffers["do"], state))
         buffers["first"][...] = (plan.scale * read).astype(plan.dtype)
-        written *= plan.scale
         if plan.delta:
-            buffers["second"][...] = (-erased[0]).astype(plan.dtype)
+            erased = tiles.product(SQUARE, (buffers["dv"], state))
+            buffers["second"][...] = (-erased).astype(plan.dtype)
+        written = plan.scale * tiles.product(SQUARE, (buffers["u"], dstate))
+        if plan.delta:
             plgpu.barrier_wait(loaded["third"])
             dbeta += (tiles.matrix(buffers["third"]) * written).sum(axis=1)
             written *= tiles.over_rows(beta, SQUARE)

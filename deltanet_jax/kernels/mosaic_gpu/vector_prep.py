@@ -113,9 +113,7 @@ def _slice(plan: Plan, buffers, at, panels):
     if plan.delta:
         keep("k", k * blocks.through)
     keep("writes", k * blocks.after)
-    warp.store_row(
-        buffers["kept"].at[pl.ds(at, SLICE)], blocks.block, interpret=plan.interpret
-    )
+    warp.store_row(buffers["kept"].at[pl.ds(at, SLICE)], blocks.block, interpret=plan.interpret)
     return scores, overlaps
 
 
@@ -131,9 +129,7 @@ def _between(buffers, x: str) -> jax.Array:
 
 def _whole(panel: jax.Array, between: jax.Array) -> jax.Array:
     """The chunk whose blocks on the diagonal are those of the panel."""
-    i, j = (
-        plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=tiles.MATRIX) for axis in (0, 1)
-    )
+    i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=tiles.MATRIX) for axis in (0, 1))
     spread = jnp.concatenate([panel] * (CHUNK // BLOCK), axis=1)
     return between + jnp.where((i ^ j) < BLOCK, spread, 0.0)
 

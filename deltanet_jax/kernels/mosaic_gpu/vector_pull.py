@@ -7,8 +7,8 @@ pairs of that size of the cotangents `A = dscores` and `M = doverlaps`::
     dq += f dq'       dk += f dk'        dlog f = q' * dq' + k' * dk'
 
 Of a pair of tokens one has the row and the other the column; both products come from the same
-16-bit tiles, so that they cancel in the gradient of every gate outside of the pair. Then the
-gradients of `log f` climb down the ladder.
+16-bit tiles, so that they cancel in the gradient of every gate outside of the pair. The
+gradients of `log f` then climb down the ladder.
 """
 
 import dataclasses
@@ -141,28 +141,38 @@ def _slice(plan: Plan, buffers, panels, diagonal) -> None:
     exchange = functools.partial(warp.exchanged, interpret=plan.interpret)
     up = functools.partial(exchange, scratch=buffers["exchange_up"], uniform=True)
     down = functools.partial(exchange, scratch=buffers["exchange"], uniform=False)
-    q, k = (tiles.matrix(buffers[x]) for x in "qk")
+
+    def load():
+        # In 16 bits these take half of the registers between their uses.
+        return (tiles.matrix(buffers[x]) for x in "qk")
+
     blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX)))
-    dq, dk = diagonal * k, diagonal * q
-    d_levels = {}
+    q, k = load()
+    dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
+    levels = dict.fromkeys(ladder.SIZES)
     for size in ladder.SIZES:
         factor = ladder.factor(blocks, size)
+        q, k = load()
         queries, keys = (factor * q).astype(plan.dtype), (factor * k).astype(plan.dtype)
         if size in ladder.WITHIN:
             d_queries, d_keys = _level_within(plan, panels, size, queries, keys)
         else:
             d_queries, d_keys = _level_between(plan, buffers, size, queries, keys)
-        d_levels[size] = queries.astype(jnp.float32) * d_queries
-        d_levels[size] += keys.astype(jnp.float32) * d_keys
         dq += factor * d_queries
         dk += factor * d_keys
+        level = queries.astype(jnp.float32) * d_queries + keys.astype(jnp.float32) * d_keys
+        if size in ladder.WITHIN:
+            # Sooner than on the way down, when all of these would be waiting in registers.
+            dg += ladder.gate_gradient(size, level, down)
+        else:
+            levels[size] = level
         blocks = ladder.doubled(blocks, size, up)
-    dq, dk, d = _ends(plan, buffers, q, k, blocks, dq, dk)
+    dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
     for size in reversed(ladder.SIZES):
-        d = ladder.transposed(d, size, d_levels[size], down)
+        d = ladder.transposed(d, size, levels[size], down)
     buffers["q"][...] = dq.astype(plan.dtype)
     buffers["k"][...] = dk.astype(plan.dtype)
-    buffers["g"][...] = d.g
+    buffers["g"][...] = dg + d.g
 
 
 def _body(plan: Plan, names, *args):

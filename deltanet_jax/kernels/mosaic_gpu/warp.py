@@ -57,9 +57,7 @@ def _registers(x):
 def _with_registers(x, registers, shape=None):
     if shape is None:
         shape = x.registers.shape
-    return type(x)(
-        _registers=registers.reshape(shape), _layout=x.layout, _is_signed=x.is_signed
-    )
+    return type(x)(_registers=registers.reshape(shape), _layout=x.layout, _is_signed=x.is_signed)
 
 
 def _exchange_in_warp(ctx, x, *, size: int):
@@ -236,8 +234,8 @@ def _multiply_add(like, left, right, sums):
 def _accumulated(like, sums, width: int):
     """The array `[C, width]` whose blocks of eight columns a warp summed."""
     import numpy as np
-    from jaxlib.mlir.dialects import vector
     from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
 
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty((len(sums), 2), dtype=object)
@@ -245,6 +243,4 @@ def _accumulated(like, sums, width: int):
         for half in range(2):
             registers[at, half] = vector.from_elements(pair, values[2 * half : 2 * half + 2])
     shape = like.layout.registers_shape((CHUNK, width))
-    return type(like)(
-        _registers=registers.reshape(shape), _layout=like.layout, _is_signed=None
-    )
+    return type(like)(_registers=registers.reshape(shape), _layout=like.layout, _is_signed=None)
