@@ -26,7 +26,6 @@ __all__ = [
     "Blocks",
     "Sums",
     "doubled",
-    "factor",
     "gate_gradient",
     "pairs",
     "single",
@@ -44,9 +43,19 @@ Exchange = Callable[[jax.Array, int], jax.Array]  # row i ^ size in the place of
 class Blocks(NamedTuple):
     """Decay over parts of the blocks of one size; row `i` belongs to token `i`."""
 
-    through: jax.Array  # from the block's first token through this one
-    after: jax.Array  # from after this token to the block's end
+    factor: jax.Array  # between the token and the boundary: through it if odd, after it if even
+    rest: jax.Array  # of the block: after it if odd, through it if even
     block: jax.Array  # over the block
+
+    @property
+    def from_start(self) -> jax.Array:
+        """Through the token, where the block is the chunk: number 0, so even."""
+        return self.rest
+
+    @property
+    def to_end(self) -> jax.Array:
+        """After the token, where the block is the chunk."""
+        return self.factor
 
 
 class Sums(NamedTuple):
@@ -84,23 +93,16 @@ def pairs(size: int, width: int = CHUNK) -> jax.Array:
 
 def single(a: jax.Array) -> Blocks:
     """Blocks of one token."""
-    return Blocks(a, jnp.ones_like(a), a)
-
-
-def factor(x: Blocks, size: int) -> jax.Array:
-    """In odd blocks from the boundary through the token, in even ones from after it on."""
-    return jnp.where(_odd(x.block.shape, size), x.through, x.after)
+    odd = _odd(a.shape, 1)
+    return Blocks(jnp.where(odd, a, 1.0), jnp.where(odd, 1.0, a), a)
 
 
 def doubled(x: Blocks, size: int, exchange: Exchange) -> Blocks:
-    """From blocks of `size` to blocks of `2 size`."""
-    odd = _odd(x.block.shape, size)
+    """From blocks of `size` to blocks of `2 size`: only `factor` reaches into the other block."""
     other = exchange(x.block, size)
-    return Blocks(
-        x.through * jnp.where(odd, other, 1.0),
-        x.after * jnp.where(odd, 1.0, other),
-        x.block * other,
-    )
+    grown = x.factor * other
+    same = _odd(grown.shape, size) == _odd(grown.shape, 2 * size)
+    return Blocks(jnp.where(same, grown, x.rest), jnp.where(same, x.rest, grown), x.block * other)
 
 
 def transposed(x: Sums, size: int, level: jax.Array | None, exchange: Exchange) -> Sums:

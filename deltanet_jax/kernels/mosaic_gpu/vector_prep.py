@@ -74,11 +74,11 @@ def _level_tiles() -> list[str]:
     return [f"{x}{size}" for size in ladder.BETWEEN for x in "qk"]
 
 
-def _share(plan: Plan, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
-    """The pairs of one size within blocks of 16, `[C, 16]`."""
+def _plus_pairs(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
+    """Adds the pairs of one size within blocks of 16 to `[C, 16]`."""
     x, y = x.astype(plan.dtype), y.astype(plan.dtype)
     product = warp.block_products(x, y, interpret=plan.interpret)
-    return jnp.where(ladder.pairs(size, BLOCK), product, 0.0)
+    return jnp.where(ladder.pairs(size, BLOCK), panel + product, panel)
 
 
 def _slice(plan: Plan, buffers, at, panels):
@@ -97,22 +97,21 @@ def _slice(plan: Plan, buffers, at, panels):
     q, k = (tiles.matrix(buffers[x].at[channels]) for x in "qk")
     blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"].at[channels], layout=tiles.MATRIX)))
     scores, overlaps = panels
-    scores += _share(plan, q, k, 0)
+    scores = _plus_pairs(plan, scores, q, k, 0)
     for size in ladder.SIZES:
-        factor = ladder.factor(blocks, size)
-        queries, keys = q * factor, k * factor
+        queries, keys = q * blocks.factor, k * blocks.factor
         if size in ladder.BETWEEN:
             keep(f"q{size}", queries)
             keep(f"k{size}", keys)
         else:
-            scores += _share(plan, queries, keys, size)
+            scores = _plus_pairs(plan, scores, queries, keys, size)
             if plan.delta:
-                overlaps += _share(plan, keys, keys, size)
+                overlaps = _plus_pairs(plan, overlaps, keys, keys, size)
         blocks = ladder.doubled(blocks, size, exchange)
-    keep("q", q * blocks.through)
+    keep("q", q * blocks.from_start)
     if plan.delta:
-        keep("k", k * blocks.through)
-    keep("writes", k * blocks.after)
+        keep("k", k * blocks.from_start)
+    keep("writes", k * blocks.to_end)
     warp.store_row(buffers["kept"].at[pl.ds(at, SLICE)], blocks.block, interpret=plan.interpret)
     return scores, overlaps
 

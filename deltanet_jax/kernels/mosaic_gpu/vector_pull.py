@@ -118,7 +118,7 @@ def _level_between(plan: Plan, buffers, size: int, queries, keys):
 
 def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
     """The share of the operands that meet states; returns gradients of the whole chunk's sums."""
-    through, after = blocks.through, blocks.after
+    through, after = blocks.from_start, blocks.to_end
 
     def rounded(x):
         return x.astype(plan.dtype).astype(jnp.float32)
@@ -151,7 +151,7 @@ def _slice(plan: Plan, buffers, panels, diagonal) -> None:
     dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
     levels = dict.fromkeys(ladder.SIZES)
     for size in ladder.SIZES:
-        factor = ladder.factor(blocks, size)
+        factor = blocks.factor
         q, k = load()
         queries, keys = (factor * q).astype(plan.dtype), (factor * k).astype(plan.dtype)
         if size in ladder.WITHIN:
