@@ -25,12 +25,16 @@ def inputs(
     *,
     delta: bool = True,
     gate: float | None = None,
+    channels: bool = False,
     cos: float = 0.0,
     largest_beta: float = 1.0,
     segments: bool = False,
     dtype: str = "bfloat16",
 ) -> dict[str, np.ndarray]:
-    """Unit keys of pairwise cosine `cos`, gates down to `-gate`; values that `dtype` holds."""
+    """Unit keys of pairwise cosine `cos`, values that `dtype` holds.
+
+    Gates go down to `-gate`, one for each head or, with `channels`, for each key channel.
+    """
     rng = np.random.default_rng((B, T, HV, K, V))
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -47,7 +51,8 @@ def inputs(
     if delta:
         x["beta"] = (largest_beta * rng.random((B, T, HV))).astype(np.float32)
     if gate is not None:
-        x["g"] = (-gate * rng.random((B, T, HV))).astype(np.float32)
+        sizes = (B, T, HV, K) if channels else (B, T, HV)
+        x["g"] = (-gate * rng.random(sizes)).astype(np.float32)
     if segments:
         x["segment_ids"] = np.cumsum(rng.random((B, T)) < 5 / T, axis=1)
     return x

@@ -38,8 +38,10 @@ def _check(x, dtype="bfloat16", limits=None):
         {"T": 70, "gate": 5.0},
         {"T": 64, "delta": False},
         {"T": 70, "delta": False, "gate": 5.0},
+        {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
+        {"T": 60, "delta": False, "gate": 20.0, "channels": True},
     ],
-    ids=["delta", "gated-delta", "strong-gate", "linear", "gated-linear"],
+    ids=["delta", "gated-delta", "strong-gate", "linear", "gated-linear", "kda", "strong-gla"],
 )
 def test_kernels_equal_the_recurrence(case):
     _check(inputs(**case))
@@ -51,15 +53,20 @@ def test_the_hardest_keys_stay_within_8e_3():
 
 
 @interpreted
-@pytest.mark.parametrize("gate", [None, 0.2])
+@pytest.mark.parametrize(
+    "gate",
+    [{}, {"gate": 0.2}, {"gate": 0.2, "channels": True}],
+    ids=["delta", "gated-delta", "kda"],
+)
 def test_split_sequences_equal_the_recurrence(monkeypatch, gate):
     monkeypatch.setattr(split, "pieces_of", lambda *sizes: 2)
-    _check(inputs(T=120, gate=gate))
+    _check(inputs(T=120, **gate))
 
 
 @interpreted
-def test_a_reset_by_the_gate_forgets_exactly():
-    p = problem(inputs(T=64, gate=0.1))
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_reset_by_the_gate_forgets_exactly(channels):
+    p = problem(inputs(T=64, gate=0.1, channels=channels))
     p = dataclasses.replace(p, g=p.g.at[:, 40].set(-jnp.inf))
     other = dataclasses.replace(p, v=p.v.at[:, :40].multiply(-3))
     after, expected = (np.asarray(_run(x)[0], np.float32)[:, 40:] for x in (p, other))
@@ -105,7 +112,6 @@ def test_another_chunk_size_is_refused():
     assert "chunks of 64" in mosaic_gpu.why_not(problem(inputs(T=4)), 32)
 
 
-def test_a_gate_per_channel_is_refused():
-    p = problem(inputs(T=4, gate=0.1))
-    p = dataclasses.replace(p, g=jnp.zeros((*p.g.shape, 64)))
-    assert "per key channel" in mosaic_gpu.why_not(p, None)
+def test_wide_heads_beside_a_gate_per_channel_are_refused():
+    p = problem(inputs(T=4, K=256, gate=0.1, channels=True))
+    assert "up to 128" in mosaic_gpu.why_not(p, None)

@@ -42,18 +42,30 @@ device_description_str: "NVIDIA H200"
 
 # Most bytes that a thread stores for want of registers, on jax 0.11.2 and 0.12.0.1; others none.
 KNOWN_SPILLS = {
-    (128, False): {"chunk_gradients": 100},
-    (128, True): {"chunk_gradients": 276},
-    (256, False): {"run_states": 104, "reverse_states": 16},
-    (256, True): {"run_states": 192, "reverse_states": 128, "chunk_gradients": 16},
+    (128, "delta"): {"chunk_gradients": 100},
+    (128, "gated-delta"): {"chunk_gradients": 276},
+    (256, "delta"): {"run_states": 104, "reverse_states": 16},
+    (256, "gated-delta"): {"run_states": 192, "reverse_states": 128, "chunk_gradients": 16},
+    (64, "kda"): {"decayed_chunks": 64, "channel_gradients": 400},
+    (128, "kda"): {"decayed_chunks": 64, "channel_gradients": 400},
 }
+KERNELS = ("chunk_inverses", "run_states", "reverse_states", "chunk_gradients")
+CHANNEL_KERNELS = (
+    "decayed_chunks", "run_states", "reverse_states", "chunk_cotangents", "channel_gradients",
+)  # fmt: skip
+SMALL, MIDDLE, WIDE = (1, 128, 2, 64, 64), (2, 256, 32, 128, 128), (1, 128, 2, 256, 256)
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated-delta"])
 @pytest.mark.parametrize(
-    "sizes", [(1, 128, 2, 64, 64), (2, 256, 32, 128, 128), (1, 128, 2, 256, 256)], ids=str
+    ("sizes", "kind"),
+    [
+        *((sizes, kind) for sizes in (SMALL, MIDDLE, WIDE) for kind in ("delta", "gated-delta")),
+        (SMALL, "kda"),
+        (MIDDLE, "kda"),
+    ],
+    ids=str,
 )
-def test_forward_and_backward_compile_for_an_h200(sizes, gated, monkeypatch, capfd):
+def test_forward_and_backward_compile_for_an_h200(sizes, kind, monkeypatch, capfd):
     B, T, H, K, V = sizes
     topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
     device = topology.devices[0]
@@ -66,8 +78,10 @@ def test_forward_and_backward_compile_for_an_h200(sizes, gated, monkeypatch, cap
     vector = shape(B, T, H, dtype=jnp.float32)
     state = shape(B, H, K, V, dtype=jnp.float32)
     arrays = {"q": keys, "k": keys, "v": values, "beta": vector, "initial_state": state}
-    if gated:
+    if kind == "gated-delta":
         arrays["g"] = vector
+    elif kind == "kda":
+        arrays["g"] = shape(B, T, H, K, dtype=jnp.float32)
 
     def both(arrays, cotangents):
         def run(arrays):
@@ -83,8 +97,8 @@ def test_forward_and_backward_compile_for_an_h200(sizes, gated, monkeypatch, cap
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     lowered.compile()
     log = capfd.readouterr().out
-    known = KNOWN_SPILLS.get((K, gated), {})
-    for name in ("chunk_inverses", "run_states", "reverse_states", "chunk_gradients"):
+    known = KNOWN_SPILLS.get((K, kind), {})
+    for name in CHANNEL_KERNELS if kind == "kda" else KERNELS:
         stores = re.search(rf"properties for {name}.*?(\d+) bytes spill stores", log, re.DOTALL)
         assert stores, f"the compiler reported nothing about {name}"
         assert int(stores.group(1)) <= known.get(name, 0), f"{name} spills more than is known"

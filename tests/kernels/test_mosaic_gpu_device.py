@@ -26,6 +26,21 @@ CASES = {
     "segments": {"B": 2, "T": 700, "H": 2, "HV": 2, "K": 128, "V": 128, "segments": True},
     "split": {"T": 8200, "K": 128, "V": 128},
     "split-gated": {"T": 8200, "HV": 2, "K": 128, "V": 128, "gate": 0.2},
+    "kda": {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "gate": 0.2, "channels": True},
+    "kda-strong": {"T": 300, "H": 2, "HV": 2, "gate": 20.0, "channels": True},
+    "kda-grouped-segments": {
+        "B": 2,
+        "T": 700,
+        "H": 2,
+        "HV": 4,
+        "K": 64,
+        "V": 128,
+        "gate": 0.5,
+        "channels": True,
+        "segments": True,
+    },
+    "kda-split": {"T": 8200, "K": 128, "V": 128, "gate": 0.05, "channels": True},
+    "gla": {"T": 1000, "H": 2, "HV": 2, "K": 128, "delta": False, "gate": 1.0, "channels": True},
     "cos0.6": {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "cos": 0.6},
 }
 HARDEST = {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "cos": 0.9, "largest_beta": 2.0}

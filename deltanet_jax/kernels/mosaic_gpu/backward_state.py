@@ -24,7 +24,7 @@ SHAPE = (CHUNK, WIDTH)
 
 def _write_cotangent(plan: Plan, tile, wait_scores):
     """`dw`, over scale."""
-    read = tile["k"], tile["state"]
+    read = tile[plan.writes], tile["state"]
     own = tiles.transposed(tile["scores"]), tile["do"]
     if not plan.gated:
         wait_scores()
@@ -33,6 +33,17 @@ def _write_cotangent(plan: Plan, tile, wait_scores):
     dw *= tiles.over_rows(jnp.exp(tiles.row(tile["total"]) - tiles.row(tile["b"])), SHAPE)
     wait_scores()
     return tiles.product(SHAPE, own, init=dw, interpret=plan.interpret)
+
+
+def _decayed(plan: Plan, tile, state: list) -> list:
+    """The blocks of the cotangent of the state, times the decay over a chunk."""
+    if plan.channels:
+        kept = [tiles.row(tile["kept"].at[rows]) for rows in plan.rows]
+    elif plan.gated:
+        kept = [jnp.exp(tiles.row(tile["total"]))] * len(state)
+    else:
+        return state
+    return [x * tiles.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
 
 
 def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
@@ -49,8 +60,7 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
         decay = tiles.over_rows(jnp.exp(tiles.row(tile["b"])), SHAPE)
         dv *= decay
         tile["do"][...] = (tiles.matrix(tile["do"]) * decay).astype(plan.dtype)
-        kept = tiles.over_rows(jnp.exp(tiles.row(tile["total"])), SHAPE)
-        state = [block * kept for block in state]
+    state = _decayed(plan, tile, state)
     if plan.delta:
         tile["error"][...] = (-dv).astype(plan.dtype)
     plgpu.commit_smem()
@@ -101,7 +111,9 @@ def _vectors(beta, b) -> dict:
     return vectors
 
 
-def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=False, interpret=None):
+def reverse_states(
+    q, k, do, inverse, dstate, *, beta, b, channels=None, scale, only_state=False, interpret=None
+):
     """Cotangents of the values and of the state around every chunk.
 
     Args:
@@ -111,7 +123,9 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+            `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         only_state: Whether to return `dstate` alone.
         interpret: Interpreter parameters, or `None` for the device.
@@ -122,14 +136,14 @@ def reverse_states(q, k, do, inverse, dstate, *, beta, b, scale, only_state=Fals
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(
-        q, do, vectors, scale=scale, interpret=interpret, only_state=only_state, reverse=True
-    )
-    inputs = {"q": q, "k": k, "do": do, "end": dstate} | vectors
+        q, do, vectors, channels,
+        scale=scale, interpret=interpret, only_state=only_state, reverse=True,
+    )  # fmt: skip
+    inputs = {"do": do, "end": dstate} | serial.inputs_of(q, k, inverse, vectors, channels)
     own = {"state": (plan.key_dim, WIDTH)}
     if not only_state:
         own |= {"dv": SHAPE}
     if plan.delta:
-        inputs |= {"inverse": inverse}
         own |= {"error": SHAPE}
     chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
     shape = jax.ShapeDtypeStruct

@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
     q: jax.Array  # [B, T, H, K]
     k: jax.Array  # [B, T, H, K]
     v: jax.Array  # [B, T, HV, V]
-    g: jax.Array | None  # [B, T, HV] float32, finite
+    g: jax.Array | None  # [B, T, HV] or [B, T, HV, K] float32, finite
     beta: jax.Array | None  # [B, T, HV] float32
     state: jax.Array  # [B, HV, K, V] float32
 
@@ -84,7 +84,8 @@ def _finite_gate(problem: Problem) -> jax.Array | None:
         return g
     if g is None:
         g = jnp.zeros(problem.v.shape[:3], jnp.float32)
-    return jnp.where(problem.reset[..., None], LOG_ZERO, g)
+    reset = problem.reset.reshape(*problem.reset.shape, *(1,) * (g.ndim - 2))
+    return jnp.where(reset, LOG_ZERO, g)
 
 
 def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:
@@ -106,21 +107,50 @@ def _token_vectors(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 2, 3).reshape(B, -1, HV)
 
 
-def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The forward's results, and the inputs of the kernels as the backward reads them."""
-    from deltanet_jax.kernels.mosaic_gpu import forward, prep
+def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
+    """What the serial kernels read, from `q`, `k`, `beta` and the gate."""
+    from deltanet_jax.kernels.mosaic_gpu import prep, vector_prep
 
-    beta = None if x.beta is None else _chunk_vectors(x.beta)
-    b = None if x.g is None else jnp.cumsum(_chunk_vectors(x.g), axis=-1)
-
-    def launch(q, k, v, state, beta, b):
-        inverse = maps = None
+    q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
+    if x["g"] is None:
+        inverse = None
         if beta is not None:
             inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
-        q, k, v, inverse, beta, b = (
-            split.fold(y, call.pieces) for y in (q, k, v, inverse, beta, b)
-        )
-        gates = {"beta": beta, "b": b, "interpret": call.interpret}
+        return {"inverse": inverse}
+    out = vector_prep.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)
+    channels = {name: out.pop(name) for name in ("writes", "scores", "kept")}
+    return out | {"channels": channels}
+
+
+def _fold(call: Call, tree: Any) -> Any:
+    return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
+
+
+def _operands(call: Call, x: dict[str, Any]) -> tuple[Any, ...]:
+    """What both serial kernels read, piece by piece: q, k, the inverse and the gates by name."""
+    q, k = x.get("queries", x["q"]), x.get("keys", x["k"])
+    gates = {"beta": x["beta"], "b": x["b"], "channels": x.get("channels")}
+    return _fold(call, (q, k, x.get("inverse"), gates))
+
+
+def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The forward's results, and the inputs of the kernels as the backward reads them."""
+    from deltanet_jax.kernels.mosaic_gpu import forward
+
+    beta = None if x.beta is None else _chunk_vectors(x.beta)
+    b = g = None
+    if x.g is not None and x.g.ndim == 4:
+        g = x.g
+    elif x.g is not None:
+        b = jnp.cumsum(_chunk_vectors(x.g), axis=-1)
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b, "g": g}
+
+    def launch(x, state):
+        made = _decayed(call, x, save=save)
+        q, k, inverse, gates = _operands(call, x | made)
+        v = _fold(call, x["v"])
+        gates |= {"interpret": call.interpret}
+        maps = None
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             state = split.chain(state, maps, offsets, call.pieces, reverse=False)
@@ -130,10 +160,10 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
         maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
-        return out | {"final": final, "inverse": split.unfold(inverse, call.pieces), "maps": maps}
+        made.update(out, final=final, maps=maps)
+        return made
 
-    out = batched(launch)(x.q, x.k, x.v, x.state, beta, b)
-    return out, {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b}
+    return batched(launch)(inputs, x.state), inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,55 +174,75 @@ def _run(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
 
 def _run_forward(call: Call, x: Arrays) -> tuple[tuple[jax.Array, jax.Array], Any]:
     out, inputs = _forward(call, x, save=True)
-    saved = inputs | {name: out.get(name) for name in ("inverse", "states", "u", "maps")}
-    return (out["o"], out["final"]), saved
+    o, final = out.pop("o"), out.pop("final")
+    return (o, final), inputs | out
 
 
 def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Arrays]:
-    from deltanet_jax.kernels.mosaic_gpu import backward_grads, backward_state
-
-    def launch(x, do, dstate):
-        gates = {"beta": x["beta"], "b": x["b"]}
-        names = ("q", "k", "inverse")
-        q, k, inverse, do_folded = (
-            split.fold(y, call.pieces) for y in (*(x[name] for name in names), do)
-        )
-        folded = {name: split.fold(y, call.pieces) for name, y in gates.items()}
-        reverse = functools.partial(
-            backward_state.reverse_states, q, k, do_folded, inverse,
-            scale=call.scale, interpret=call.interpret, **folded,
-        )  # fmt: skip
-        if call.pieces > 1:
-            zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
-            offsets = reverse(zeros, only_state=True)["dstate"]
-            maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
-            dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
-        out = reverse(dstate)
-        dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
-        dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
-        u = x["v"] if x["u"] is None else x["u"]
-        dq, dk, dbeta, db = backward_grads.chunk_gradients(
-            x["q"], x["k"], u, do, dv, x["states"], dstates,
-            scale=call.scale, interpret=call.interpret, **gates,
-        )  # fmt: skip
-        return dq, dk, dv, dbeta, db, dstate
-
     do, dfinal = cotangents
-    out = batched(launch)(saved, do, dfinal.astype(jnp.float32) / call.scale)
-    dq, dk, dv, dbeta, db, dstate = out
-    dg = None
-    if db is not None:
-        dg = _token_vectors(jax.lax.cumsum(db, axis=3, reverse=True))
+    launch = batched(functools.partial(_backward, call))
+    d = launch(saved, do, dfinal.astype(jnp.float32) / call.scale)
+    dg = d["g"]
+    if d["b"] is not None:
+        dg = _token_vectors(jax.lax.cumsum(d["b"], axis=3, reverse=True))
     return (
         Arrays(
-            _per_key_head(dq, saved["q"]),
-            _per_key_head(dk, saved["k"]),
-            dv,
+            _per_key_head(d["q"], saved["q"]),
+            _per_key_head(d["k"], saved["k"]),
+            d["v"],
             dg,
-            None if dbeta is None else _token_vectors(dbeta),
-            dstate * call.scale,
+            None if d["beta"] is None else _token_vectors(d["beta"]),
+            d["state"] * call.scale,
         ),
     )
+
+
+def _backward(
+    call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array
+) -> dict[str, jax.Array | None]:
+    """The gradients of the inputs of `_forward`, that of the state over scale."""
+    from deltanet_jax.kernels.mosaic_gpu import backward_state
+
+    q, k, inverse, gates = _operands(call, x)
+    reverse = functools.partial(
+        backward_state.reverse_states, q, k, _fold(call, do), inverse,
+        scale=call.scale, interpret=call.interpret, **gates,
+    )  # fmt: skip
+    if call.pieces > 1:
+        zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
+        offsets = reverse(zeros, only_state=True)["dstate"]
+        maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
+        dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
+    out = reverse(dstate)
+    dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+    dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
+    values = (x.get("u", x["v"]), do, dv, x["states"], dstates)
+    gradients = _channel_gradients if x["g"] is not None else _head_gradients
+    return gradients(call, x, values) | {"v": dv, "state": dstate}
+
+
+def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
+    from deltanet_jax.kernels.mosaic_gpu import backward_grads
+
+    dq, dk, dbeta, db = backward_grads.chunk_gradients(
+        x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
+        scale=call.scale, interpret=call.interpret,
+    )  # fmt: skip
+    return {"q": dq, "k": dk, "beta": dbeta, "b": db, "g": None}
+
+
+def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
+    from deltanet_jax.kernels.mosaic_gpu import vector_grads, vector_pull
+
+    beta = x["beta"]
+    made = x["channels"] | {"overlaps": x.get("overlaps")}
+    d = vector_grads.chunk_cotangents(
+        made, beta, *values, scale=call.scale, interpret=call.interpret
+    )
+    dq, dk, dg = vector_pull.chunk_gradients(
+        x["q"], x["k"], x["g"], d, delta=beta is not None, interpret=call.interpret
+    )
+    return {"q": dq, "k": dk, "beta": d.get("beta"), "b": None, "g": dg}
 
 
 def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -80,9 +80,12 @@ def _chunk(plan: Plan, tile, barriers, chunk, place, state):
         write *= _over_tokens(tile, "rest")
         kept = tiles.row(tile["kept"])
         state = [block * tiles.over_rows(kept, block.shape) for block in state]
+    elif plan.channels:
+        kept = [tiles.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
+        state = [x * tiles.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
     added = write.astype(plan.dtype)
     for block, keys in zip(state, plan.key_blocks, strict=True):
-        steps += [(block, [(added, tile["k"].at[:, keys])])]
+        steps += [(block, [(added, tile[plan.writes].at[:, keys])])]
     done = tiles.accumulate(*steps, interpret=plan.interpret)
     free(chunk)
     return done[-len(state) :], None if plan.only_state else done[0]
@@ -146,7 +149,7 @@ def _vectors(beta, b) -> dict:
     return vectors
 
 
-def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None):
+def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, interpret=None):
     """Outputs, the final state and what the backward needs.
 
     Args:
@@ -156,7 +159,9 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         state: The initial state, `[B, HV, K, V]` float32.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+            `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         save: Whether to return `states` and `u`.
         interpret: Interpreter parameters, or `None` for the device.
@@ -166,7 +171,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
     vectors = _vectors(beta, b)
-    plan = serial.plan_for(q, v, vectors, scale=scale, save=save, interpret=interpret)
+    plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
     outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
@@ -177,16 +182,14 @@ def run_states(q, k, v, inverse, state, *, beta, b, scale, save, interpret=None)
         if plan.delta:
             own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"q": q, "k": k, "v": v, "start": state} | vectors
-    if plan.delta:
-        inputs |= {"inverse": inverse}
+    inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, vectors, channels)
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,
     )  # fmt: skip
 
 
-def state_maps(k, v, inverse, *, beta, b, interpret=None):
+def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
     """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
 
     Args:
@@ -194,28 +197,29 @@ def state_maps(k, v, inverse, *, beta, b, interpret=None):
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
+        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+            `q` and `k` then are its `queries` and `keys`.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
         `M` `[B, HV, K, K]` and `R` `[B, HV, K, V]`, float32.
     """
     heads, value_dim = v.shape[2:]
-    batch, _, _, key_dim = k.shape
+    writes = k if channels is None else channels["writes"]
+    batch, _, _, key_dim = writes.shape
     vectors = _vectors(beta, b)
     plan = serial.plan_for(
-        k, v, vectors, scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True
-    )
+        writes, v, vectors, channels,
+        scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True,
+    )  # fmt: skip
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
-    inputs = {"k": k, "v": v, "start": start} | vectors
-    own = {}
-    if plan.delta:
-        inputs |= {"inverse": inverse}
+    inputs = {"v": v, "start": start} | serial.inputs_of(None, k, inverse, vectors, channels)
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
-        "state_maps", plan, _walk, inputs, outputs, own,
+        "state_maps", plan, _walk, inputs, outputs, {},
         values="v", barriers=False, interpret=interpret,
     )["final"]  # fmt: skip
     return final[..., value_dim:], final[..., :value_dim]

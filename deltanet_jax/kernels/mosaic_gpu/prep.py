@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
 
-__all__ = ["chunk_inverses"]
+__all__ = ["chunk_inverses", "inverse_buffers", "store_inverse"]
 
 CHUNK = tiles.CHUNK
 BLOCK = lanes.BLOCK  # also the smallest depth of a product
@@ -45,10 +45,21 @@ class Plan:
     gated: bool
     interpret: bool
 
-    @property
-    def sides(self) -> tuple[str, str]:
-        """Tiles for the halves of the result; in bfloat16 a pair that nothing reads any more."""
-        return ("below_high", "below_low") if self.dtype == jnp.bfloat16 else ("left", "right")
+
+def _sides(dtype) -> tuple[str, str]:
+    """Tiles for the halves of the result; in bfloat16 a pair that nothing reads any more."""
+    return ("below_high", "below_low") if dtype == jnp.bfloat16 else ("left", "right")
+
+
+def inverse_buffers(dtype) -> dict:
+    """What `store_inverse` needs in shared memory."""
+    pair = tiles.tile(CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
+    buffers = {"below_high": pair, "below_low": pair, "inner_high": pair, "inner_low": pair}
+    buffers |= {"new_high": pair, "new_low": pair}
+    buffers |= {"blocks": plgpu.SMEM((CHUNK, BLOCK), jnp.float32)}
+    return buffers | {
+        x: tiles.tile(CHUNK, HALF, dtype=dtype) for x in _sides(dtype) if x not in buffers
+    }
 
 
 def _iota(axis: int, width: int) -> jax.Array:
@@ -130,6 +141,20 @@ def _inverse(x: jax.Array, blocks, below, inner, new, interpret: bool):
     return jnp.where(bottom, -corner, inverse), jnp.where(bottom, inverse, 0.0)
 
 
+def store_inverse(x: jax.Array, buffers, out, place, *, dtype, interpret: bool) -> None:
+    """Sends `(I + x)^-1` of a strictly lower triangular chunk to `out[place]`."""
+    below = buffers["below_high"], buffers["below_low"]
+    inner = buffers["inner_high"], buffers["inner_low"]
+    new = buffers["new_high"], buffers["new_low"]
+    sides = _inverse(x, buffers["blocks"], below, inner, new, interpret)
+    for name, side in zip(_sides(dtype), sides, strict=True):
+        buffers[name][...] = side.astype(dtype)
+    plgpu.commit_smem()
+    for at, name in enumerate(_sides(dtype)):
+        target = out.at[(*place, slice(None), pl.ds(at * HALF, HALF))]
+        plgpu.copy_smem_to_gmem(buffers[name], target)
+
+
 def _body(plan: Plan, names, *args):
     *refs, buffers, loaded = args
     refs = dict(zip(names, refs, strict=True))
@@ -148,17 +173,8 @@ def _body(plan: Plan, names, *args):
     if plan.gated:
         x *= tiles.decay_matrix(tiles.row(buffers["b"]), tiles.column(buffers["b_column"]), mask)
     x = jnp.where(mask, x, 0.0)
-    below = buffers["below_high"], buffers["below_low"]
-    inner = buffers["inner_high"], buffers["inner_low"]
-    new = buffers["new_high"], buffers["new_low"]
-    sides = _inverse(x, buffers["blocks"], below, inner, new, plan.interpret)
-    for side, name in enumerate(plan.sides):
-        buffers[name][...] = sides[side].astype(plan.dtype)
-    plgpu.commit_smem()
-    for side, name in enumerate(plan.sides):
-        columns = pl.ds(side * HALF, HALF)
-        target = refs["out"].at[batch, chunk, head, :, columns]
-        plgpu.copy_smem_to_gmem(buffers[name], target)
+    place = batch, chunk, head
+    store_inverse(x, buffers, refs["out"], place, dtype=plan.dtype, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -179,13 +195,9 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     plan = Plan(
         batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None, bool(interpret)
     )
-    pair = tiles.tile(CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
     vector = plgpu.SMEM((CHUNK,), jnp.float32)
     buffers = {"k": tiles.tile(CHUNK, key_dim, dtype=k.dtype), "beta": vector}
-    buffers |= {"below_high": pair, "below_low": pair, "inner_high": pair, "inner_low": pair}
-    buffers |= {"new_high": pair, "new_low": pair}
-    buffers |= {"blocks": plgpu.SMEM((CHUNK, BLOCK), jnp.float32)}
-    buffers |= {x: tiles.tile(CHUNK, HALF, dtype=k.dtype) for x in plan.sides if x not in buffers}
+    buffers |= inverse_buffers(k.dtype)
     inputs = {"k": k, "beta": beta}
     if b is not None:
         inputs |= {"b": b, "b_column": b}

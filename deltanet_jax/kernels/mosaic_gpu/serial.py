@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["WIDTH", "Plan", "launch", "plan_for"]
+__all__ = ["WIDTH", "Plan", "inputs_of", "launch", "plan_for"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -35,7 +35,8 @@ class Plan:
     dtype: jnp.dtype
     scale: float
     delta: bool
-    gated: bool
+    gated: bool  # one gate per head
+    channels: bool  # a gate per key channel, already in the keys and queries but for `kept`
     save: bool  # what the backward needs
     map_dim: int  # columns after those of V that carry the map of the state
     only_state: bool  # no outputs but the state after the last chunk
@@ -61,12 +62,25 @@ class Plan:
 
     @property
     def key_tiles(self) -> tuple[str, ...]:
-        return ("k",) if self.map_dim else ("k", "q")
+        """`k` is what reads, and what writes unless there are `writes`."""
+        reads = () if self.channels and not self.delta else ("k",)
+        return reads + ("writes",) * self.channels + (() if self.map_dim else ("q",))
+
+    @property
+    def writes(self) -> str:
+        """The tile of the keys that write."""
+        return "writes" if self.channels else "k"
+
+    @property
+    def pair_tiles(self) -> tuple[str, ...]:
+        """Tiles of pairs of tokens that are loaded."""
+        loaded = self.channels and not self.map_dim
+        return ("inverse",) * self.delta + ("scores",) * loaded
 
     @property
     def score_tiles(self) -> int:
-        """Tiles for `tril(D * (q k^T))`; shared memory has one at K = 256, a map needs none."""
-        if self.map_dim:
+        """Tiles for `tril(D * (q k^T))` where it is computed; shared memory has one at K = 256."""
+        if self.map_dim or self.channels:
             return 0
         return 2 if self.key_dim <= 128 else 1
 
@@ -75,7 +89,7 @@ class Plan:
         """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
         roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
         roomy |= self.key_dim == 128 and not self.save and not self.reverse
-        return 3 if roomy else 2
+        return 3 if roomy and not self.channels else 2
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -93,9 +107,16 @@ class Plan:
         return (200 if self.reverse else 184), 104
 
 
+def inputs_of(q, k, inverse, vectors: dict, channels: dict | None) -> dict:
+    """The inputs of both serial kernels by name, without those that the call does not have."""
+    inputs = {"q": q, "k": k, "inverse": inverse} | vectors | (channels or {})
+    return {name: x for name, x in inputs.items() if x is not None}
+
+
 def plan_for(
-    q, v, vectors, *, scale, interpret, save=False, map_dim=0, only_state=False, reverse=False
-) -> Plan:
+    q, v, vectors, channels=None,
+    *, scale, interpret, save=False, map_dim=0, only_state=False, reverse=False,
+) -> Plan:  # fmt: skip
     """The plan of a launch on `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[2:]
@@ -105,8 +126,9 @@ def plan_for(
     alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), "beta" in vectors, len(vectors) > 1, save, map_dim, only_state,
-        reverse, 1 if alone else 2, tuple(vectors), interpret is not None,
+        float(scale), "beta" in vectors, "b" in vectors, channels is not None, save, map_dim,
+        only_state, reverse, 1 if alone else 2,
+        tuple(vectors) + ("kept",) * (channels is not None), interpret is not None,
     )  # fmt: skip
 
 
@@ -117,9 +139,11 @@ def _stages(plan: Plan, values: str) -> dict:
     buffers[values] = tile(plan.stages, plan.columns, CHUNK, WIDTH)
     if plan.score_tiles:
         buffers |= {"scores": tile(plan.score_tiles, CHUNK, CHUNK)}
-    if plan.delta:
-        buffers |= {"inverse": tile(plan.stages, CHUNK, CHUNK)}
-    return buffers | {x: plgpu.SMEM((plan.stages, CHUNK), jnp.float32) for x in plan.vectors}
+    buffers |= dict.fromkeys(plan.pair_tiles, tile(plan.stages, CHUNK, CHUNK))
+    sizes = dict.fromkeys(plan.vectors, CHUNK)
+    if plan.channels:
+        sizes["kept"] = plan.key_dim
+    return buffers | {x: plgpu.SMEM((plan.stages, n), jnp.float32) for x, n in sizes.items()}
 
 
 def _serve(plan: Plan, values: str, refs, buffers, barriers, place):
@@ -143,7 +167,7 @@ def _serve(plan: Plan, values: str, refs, buffers, barriers, place):
             # A map has no values; it loads some and drops them.
             start = lax.rem((first + j) * WIDTH, plan.value_dim)
             copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
-        for name in ("inverse",) * plan.delta + plan.vectors:
+        for name in plan.pair_tiles + plan.vectors:
             copy(name, batch, chunk, head)
 
     def pair(i):
@@ -190,14 +214,16 @@ def _body(plan: Plan, walk, values: str, names, *args):
         def wait(i):
             stage = lax.rem(i, plan.stages)
             plgpu.barrier_wait(loaded.at[stage])
-            tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x != "scores"}
+            computed = ("scores",) if plan.score_tiles else ()
+            tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x not in computed}
             if plan.score_tiles:
                 tile["scores"] = buffers["stages"]["scores"].at[lax.rem(i, plan.score_tiles)]
             tile[values] = buffers["stages"][values].at[stage, role]
             return tile | own
 
         def wait_scores(i):
-            plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
+            if plan.score_tiles:
+                plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
 
         def free(i):
             plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
@@ -239,7 +265,7 @@ def launch(
     names = (*inputs, *outputs)
     tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
     buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
-    copies = len(plan.key_tiles) + plan.columns + plan.delta + len(plan.vectors)
+    copies = len(plan.key_tiles + plan.pair_tiles + plan.vectors) + plan.columns
     kernel = plgpu.kernel(
         tiles.named(name, functools.partial(_body, plan, walk, values, names)),
         out_type=tuple(outputs.values()),

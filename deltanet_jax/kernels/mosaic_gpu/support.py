@@ -9,6 +9,7 @@ __all__ = ["CHUNK", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
 CHUNK = 64
 MULTIPROCESSORS = 132  # of an H100 or H200
 HEAD_DIMS = (64, 128, 256)
+LARGEST_BESIDE_CHANNELS = 128  # beside a gate per key channel
 OLDEST_JAX = (0, 11, 2)
 
 
@@ -22,8 +23,11 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
         return f"the Hopper kernels take bfloat16 or float16 inputs of one dtype; got {got}"
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         return f"the Hopper kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
-    if problem.g is not None and problem.g.ndim == 4:
-        return "the Hopper kernels have no gate per key channel"
+    if problem.g is not None and problem.g.ndim == 4 and max(K, V) > LARGEST_BESIDE_CHANNELS:
+        return (
+            "with a gate per key channel the Hopper kernels need head sizes up to "
+            f"{LARGEST_BESIDE_CHANNELS}; got K={K}, V={V}"
+        )
     if chunk_size not in (None, CHUNK):
         return f"the Hopper kernels work in chunks of {CHUNK} tokens; got {chunk_size}"
     return _why_not_here()

@@ -1,0 +1,231 @@
+"""Cotangents of what `decayed_chunks` made, for all chunks in parallel.
+
+Rows of one chunk, `S` its incoming state, `G = dL/dS'` of its outgoing state over `scale`, `u` its
+corrected values (`v` without the delta rule)::
+
+    dqueries = scale * do S^T        dscores   = scale * tril(do u^T) beta_j
+    dkeys    = -dv S^T               doverlaps = -stril(dv u^T) beta_j
+    dwrites  = scale * beta_i u G^T  dkept     = scale * rowsum(S * G)
+    dbeta    = diag(dv u^T) / beta
+
+and where beta is small::
+
+    dbeta = scale * (rowsum(writes * (u G^T)) + diag(scores^T tril(do u^T)))
+            - diag(overlaps^T stril(dv u^T))
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu.backward_grads import SMALL_BETA
+
+__all__ = ["chunk_cotangents"]
+
+CHUNK = tiles.CHUNK
+WIDTH = 64  # channels at a time
+SQUARE = (CHUNK, CHUNK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch; a program is one chunk of one head."""
+
+    batch: int
+    chunks: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: jnp.dtype
+    scale: float
+    delta: bool
+    interpret: bool
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return ("do", "u") + ("dv",) * self.delta
+
+    @property
+    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = jax.ShapeDtypeStruct
+        chunk = (self.batch, self.chunks, self.heads)
+        keys = shape((self.batch, self.chunks * CHUNK, self.heads, self.key_dim), self.dtype)
+        pair = shape((*chunk, CHUNK, CHUNK), self.dtype)
+        outputs = {"queries": keys, "writes": keys, "scores": pair}
+        outputs |= {"kept": shape((*chunk, self.key_dim), jnp.float32)}
+        if self.delta:
+            outputs |= {"keys": keys, "overlaps": pair}
+            outputs |= {"beta": shape((*chunk, CHUNK), jnp.float32)}
+        return outputs
+
+
+def _scratch(plan: Plan):
+    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    buffers = dict.fromkeys(plan.values, tile(CHUNK, plan.value_dim))
+    buffers |= dict.fromkeys(("state", "dstate"), tile(WIDTH, plan.value_dim))
+    # Every one of these holds several squares in turn, of pairs or of 64 channels.
+    buffers |= dict.fromkeys(("first", "second", "third"), tile(*SQUARE))
+    buffers |= {"kept": plgpu.SMEM((WIDTH,), jnp.float32)}
+    loaded = {
+        "values": plgpu.Barrier(num_arrivals=len(plan.values) + plan.delta),
+        "states": plgpu.Barrier(num_arrivals=2),
+    }
+    if plan.delta:
+        buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
+        buffers |= {"beta_column": plgpu.SMEM((CHUNK,), jnp.float32)}
+        loaded["values"] = plgpu.Barrier(num_arrivals=len(plan.values) + 2)
+        loaded |= {"third": plgpu.Barrier()}
+    return buffers, loaded
+
+
+def _diagonal(x: jax.Array) -> jax.Array:
+    return jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
+
+
+def _settle() -> None:
+    """All warps are past their products, and no store reads shared memory any more."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _dot_rows(x, y) -> jax.Array:
+    """`rowsum(x * y)` of two tiles; small squares keep registers free."""
+    parts = [(slice(None), pl.ds(i, CHUNK)) for i in range(0, x.shape[1], CHUNK)]
+    return sum((tiles.matrix(x.at[at]) * tiles.matrix(y.at[at])).sum(axis=1) for at in parts)
+
+
+def _pairs(refs, buffers, loaded, place, name: str, x: jax.Array, factor: float):
+    """Stores `factor * x * beta_j`; returns the diagonal of `forward^T x`, with the delta rule."""
+    weighted = x * factor
+    if "beta" in buffers:
+        weighted *= tiles.over_columns(tiles.column(buffers["beta_column"]), SQUARE)
+        _settle()
+        plgpu.copy_gmem_to_smem(refs[f"{name}_of"].at[place], buffers["third"], loaded["third"])
+        buffers["first"][...] = x.astype(buffers["first"].dtype)
+    buffers["second"][...] = weighted.astype(buffers["second"].dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers["second"], refs[name].at[place])
+    if "beta" not in buffers:
+        return None
+    plgpu.barrier_wait(loaded["third"])
+    pair = tiles.transposed(buffers["third"]), buffers["first"]
+    return _diagonal(tiles.product(SQUARE, pair))
+
+
+def _body(plan: Plan, names, *args):
+    *refs, buffers, loaded = args
+    refs = dict(zip(names, refs, strict=True))
+    item = lax.axis_index("program")
+    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
+    place = batch, chunk, head = lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
+    tokens = pl.ds(chunk * CHUNK, CHUNK)
+
+    def load_states(at):
+        own = (*place, pl.ds(at * WIDTH, WIDTH))
+        for name in ("state", "dstate"):
+            plgpu.copy_gmem_to_smem(refs[name].at[own], buffers[name], loaded["states"])
+
+    for name in plan.values:
+        values = refs[name].at[batch, tokens, head]
+        plgpu.copy_gmem_to_smem(values, buffers[name], loaded["values"])
+    if plan.delta:
+        for name in ("beta", "beta_column"):
+            plgpu.copy_gmem_to_smem(refs["beta_of"].at[place], buffers[name], loaded["values"])
+    load_states(0)
+    plgpu.barrier_wait(loaded["values"])
+    right = tiles.transposed(buffers["u"])
+    pairs = functools.partial(_pairs, refs, buffers, loaded, place)
+    y = jnp.where(tiles.chunk_mask(), tiles.product(SQUARE, (buffers["do"], right)), 0.0)
+    diagonal = pairs("scores", y, plan.scale)
+    dbeta = jnp.zeros((CHUNK,), jnp.float32)
+    beta = None
+    if plan.delta:
+        x = tiles.product(SQUARE, (buffers["dv"], right))
+        x = jnp.where(tiles.chunk_mask(operator.gt), x, 0.0)
+        dbeta = plan.scale * diagonal - pairs("overlaps", x, -1.0)
+        beta = tiles.row(buffers["beta"])
+
+    def step(at, dbeta):
+        channels = pl.ds(at * WIDTH, WIDTH)
+        own = batch, tokens, head, channels
+        _settle()
+        if plan.delta:
+            plgpu.copy_gmem_to_smem(refs["writes_of"].at[own], buffers["third"], loaded["third"])
+        plgpu.barrier_wait(loaded["states"])
+        buffers["kept"][...] = plan.scale * _dot_rows(buffers["state"], buffers["dstate"])
+        state, dstate = (tiles.transposed(buffers[x]) for x in ("state", "dstate"))
+        read = tiles.product(SQUARE, (buffers["do"], state))
+        buffers["first"][...] = (plan.scale * read).astype(plan.dtype)
+        if plan.delta:
+            erased = tiles.product(SQUARE, (buffers["dv"], state))
+            buffers["second"][...] = (-erased).astype(plan.dtype)
+        written = plan.scale * tiles.product(SQUARE, (buffers["u"], dstate))
+        if plan.delta:
+            plgpu.barrier_wait(loaded["third"])
+            dbeta += (tiles.matrix(buffers["third"]) * written).sum(axis=1)
+            written *= tiles.over_rows(beta, SQUARE)
+            plgpu.commit_smem()
+        buffers["third"][...] = written.astype(plan.dtype)
+        plgpu.commit_smem()
+        pl.when((at + 1) * WIDTH < plan.key_dim)(lambda: load_states(at + 1))
+        plgpu.copy_smem_to_gmem(buffers["first"], refs["queries"].at[own])
+        plgpu.copy_smem_to_gmem(buffers["third"], refs["writes"].at[own])
+        if plan.delta:
+            plgpu.copy_smem_to_gmem(buffers["second"], refs["keys"].at[own])
+        plgpu.copy_smem_to_gmem(buffers["kept"], refs["kept"].at[(*place, channels)])
+        return dbeta
+
+    dbeta = lax.fori_loop(0, plan.key_dim // WIDTH, step, dbeta)
+    if plan.delta:
+        exact = _dot_rows(buffers["dv"], buffers["u"]) / jnp.maximum(beta, SMALL_BETA)
+        buffers["beta"][...] = jnp.where(beta > SMALL_BETA, exact, dbeta)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffers["beta"], refs["beta"].at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def chunk_cotangents(made, beta, u, do, dv, states, dstates, *, scale, interpret=None):
+    """Cotangents of what `decayed_chunks` returned, and of beta.
+
+    Args:
+        made: `writes`, `scores` and `overlaps` by name.
+        beta: `[B, N, HV, C]` float32, or `None` without the delta rule; then only the next five
+            count, without `dv`.
+        u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
+        do: Cotangent of the outputs, `[B, T, HV, V]`.
+        dv: Gradient of the values, `[B, T, HV, V]`.
+        states: State entering each chunk, `[B, N, HV, K, V]`.
+        dstates: Cotangent over `scale` of the state leaving it, the same shape.
+        scale: Factor on `q`.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        A dictionary: `queries`, `writes` `[B, T, HV, K]`, `scores` `[B, N, HV, C, C]`, `kept`
+        `[B, N, HV, K]` float32; with the delta rule also `keys`, `overlaps` and `beta`.
+    """
+    batch, chunks, heads, key_dim, value_dim = states.shape
+    plan = Plan(
+        batch, chunks, heads, key_dim, value_dim, do.dtype,
+        float(scale), beta is not None, interpret is not None,
+    )  # fmt: skip
+    inputs = {"do": do, "u": u, "state": states, "dstate": dstates}
+    if plan.delta:
+        inputs |= {"dv": dv, "beta_of": beta}
+        inputs |= {f"{name}_of": made[name] for name in ("writes", "scores", "overlaps")}
+    names = (*inputs, *plan.outputs)
+    kernel = plgpu.kernel(
+        tiles.named("chunk_cotangents", functools.partial(_body, plan, names)),
+        out_type=tuple(plan.outputs.values()),
+        scratch_types=_scratch(plan),
+        grid=(batch * chunks * heads,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    return dict(zip(plan.outputs, kernel(*inputs.values()), strict=True))

@@ -1,0 +1,254 @@
+"""The gradients of q, k and a gate per key channel, from those of the chunks' operands.
+
+With the decayed rows `q' = f q`, `k' = f k` of one block size of `ladder`, `f` its factor, and the
+pairs of that size of the cotangents `A = dscores` and `M = doverlaps`::
+
+    dq' = A k'        dk' = A^T q' + M k' + M^T k'
+    dq += f dq'       dk += f dk'        dlog f = q' * dq' + k' * dk'
+
+Of a pair of tokens one has the row and the other the column; both products come from the same
+16-bit tiles, so that they cancel in the gradient of every gate outside of the pair. The
+gradients of `log f` then climb down the ladder.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import ladder, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
+from deltanet_jax.kernels.mosaic_gpu.vector_prep import SLICE, SWIZZLE
+
+__all__ = ["chunk_gradients"]
+
+CHUNK = tiles.CHUNK
+KEYS = (CHUNK, SLICE)
+SQUARE = (CHUNK, CHUNK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch; a program is one chunk of one head."""
+
+    batch: int
+    chunks: int
+    heads: int  # value heads
+    group: int  # value heads per key head
+    key_dim: int
+    dtype: jnp.dtype
+    delta: bool
+    interpret: bool
+
+    @property
+    def cotangents(self) -> tuple[str, ...]:
+        return ("queries", "writes") + ("keys",) * self.delta
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        return ("scores",) + ("overlaps",) * self.delta
+
+
+def _scratch(plan: Plan):
+    keys = tiles.tile(*KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
+    square = tiles.tile(*SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
+    buffers = dict.fromkeys(("q", "k", *plan.cotangents), keys)
+    buffers |= {"g": tiles.tile(*KEYS, dtype=jnp.float32)}
+    buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
+    for size in ladder.BETWEEN:
+        buffers |= {f"q{size}": keys, f"k{size}": keys}
+        buffers |= {f"{name}{size}": square for name in plan.pairs}
+    for uniform in (True, False):
+        shape = warp.exchange_shape(SLICE, uniform=uniform)
+        buffers |= {f"exchange{'_up' * uniform}": plgpu.SMEM(shape, jnp.float32)}
+    loaded = {
+        "pairs": plgpu.Barrier(num_arrivals=len(plan.pairs)),
+        "keys": plgpu.Barrier(num_arrivals=4 + len(plan.cotangents)),
+    }
+    return buffers, loaded
+
+
+def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
+    """Makes a tile of the pairs of each size between blocks of 16; returns those within.
+
+    The cotangents of all pairs arrive in the tile of the smallest of these sizes.
+    """
+    first, *_ = ladder.BETWEEN
+    x = tiles.matrix(buffers[f"{name}{first}"])
+    row_block = lax.div(
+        plgpu.broadcasted_iota(jnp.int32, (CHUNK, BLOCK), 0, layout=tiles.MATRIX), BLOCK
+    )
+    within = jnp.zeros((CHUNK, BLOCK), jnp.float32)
+    for block in range(CHUNK // BLOCK):
+        columns = x[:, block * BLOCK : (block + 1) * BLOCK]
+        within = jnp.where(row_block == block, columns, within)
+    for size in ladder.BETWEEN:
+        share = jnp.where(ladder.pairs(size), x, 0.0)
+        buffers[f"{name}{size}"][...] = share.astype(plan.dtype)
+    return within
+
+
+def _level_within(plan: Plan, panels, size: int, queries, keys):
+    """`dq'` and `dk'` of one size below 16."""
+    mask = ladder.pairs(size, BLOCK)
+    scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.dtype) for x in panels)
+    terms = [(scores, queries, True)]
+    for x in overlaps:
+        terms += [(x, keys, False), (x, keys, True)]
+    apply = functools.partial(warp.apply_blocks, interpret=plan.interpret)
+    return apply((scores, keys, False)), apply(*terms)
+
+
+def _level_between(plan: Plan, buffers, size: int, queries, keys):
+    """`dq'` and `dk'` of one size from 16."""
+    q, k = (buffers[f"{x}{size}"] for x in "qk")
+    q[...] = queries
+    k[...] = keys
+    plgpu.commit_smem()
+    scores, *overlaps = (buffers[f"{name}{size}"] for name in plan.pairs)
+    pairs = [(tiles.transposed(scores), q)]
+    for x in overlaps:
+        pairs += [(x, k), (tiles.transposed(x), k)]
+    return tiles.products((KEYS, [(scores, k)]), (KEYS, pairs))
+
+
+def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
+    """The share of the operands that meet states; returns gradients of the whole chunk's sums."""
+    through, after = blocks.from_start, blocks.to_end
+
+    def rounded(x):
+        return x.astype(plan.dtype).astype(jnp.float32)
+
+    d_queries, d_writes, *d_keys = (tiles.matrix(buffers[x]) for x in plan.cotangents)
+    d_through = rounded(through * q) * d_queries
+    dq += through * d_queries
+    dk += after * d_writes
+    for x in d_keys:
+        d_through += rounded(through * k) * x
+        dk += through * x
+    d_kept = tiles.over_columns(tiles.column(buffers["kept"]), KEYS)
+    first = plgpu.broadcasted_iota(jnp.int32, KEYS, 0, layout=tiles.MATRIX) == 0
+    d_block = jnp.where(first, blocks.block * d_kept, 0.0)
+    return dq, dk, ladder.Sums(d_through, rounded(after * k) * d_writes, d_block)
+
+
+def _slice(plan: Plan, buffers, panels, diagonal) -> None:
+    """Replaces 32 channels of q, k and g by their gradients."""
+    exchange = functools.partial(warp.exchanged, interpret=plan.interpret)
+    up = functools.partial(exchange, scratch=buffers["exchange_up"], uniform=True)
+    down = functools.partial(exchange, scratch=buffers["exchange"], uniform=False)
+
+    def load():
+        # In 16 bits these take half of the registers between their uses.
+        return (tiles.matrix(buffers[x]) for x in "qk")
+
+    blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX)))
+    q, k = load()
+    dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
+    levels = dict.fromkeys(ladder.SIZES)
+    for size in ladder.SIZES:
+        factor = blocks.factor
+        q, k = load()
+        queries, keys = (factor * q).astype(plan.dtype), (factor * k).astype(plan.dtype)
+        if size in ladder.WITHIN:
+            d_queries, d_keys = _level_within(plan, panels, size, queries, keys)
+        else:
+            d_queries, d_keys = _level_between(plan, buffers, size, queries, keys)
+        dq += factor * d_queries
+        dk += factor * d_keys
+        level = queries.astype(jnp.float32) * d_queries + keys.astype(jnp.float32) * d_keys
+        if size in ladder.WITHIN:
+            # Sooner than on the way down, when all of these would be waiting in registers.
+            dg += ladder.gate_gradient(size, level, down)
+        else:
+            levels[size] = level
+        blocks = ladder.doubled(blocks, size, up)
+    dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
+    for size in reversed(ladder.SIZES):
+        d = ladder.transposed(d, size, levels[size], down)
+    buffers["q"][...] = dq.astype(plan.dtype)
+    buffers["k"][...] = dk.astype(plan.dtype)
+    buffers["g"][...] = dg + d.g
+
+
+def _body(plan: Plan, names, *args):
+    *refs, buffers, loaded = args
+    refs = dict(zip(names, refs, strict=True))
+    item = lax.axis_index("program")
+    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
+    batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
+    tokens = pl.ds(chunk * CHUNK, CHUNK)
+    first, *_ = ladder.BETWEEN
+
+    def own(at):
+        return batch, tokens, head, pl.ds(at * SLICE, SLICE)
+
+    def load(at):
+        channels = pl.ds(at * SLICE, SLICE)
+        shared = batch, tokens, lax.div(head, plan.group), channels
+        places = {"q": shared, "k": shared, "kept": (batch, chunk, head, channels)}
+        for name in ("q", "k", "g", "kept", *plan.cotangents):
+            source = refs[name].at[places.get(name, own(at))]
+            plgpu.copy_gmem_to_smem(source, buffers[name], loaded["keys"])
+
+    for name in plan.pairs:
+        source = refs[name].at[batch, chunk, head]
+        plgpu.copy_gmem_to_smem(source, buffers[f"{name}{first}"], loaded["pairs"])
+    load(0)
+    plgpu.barrier_wait(loaded["pairs"])
+    panels = [_cut_pairs(plan, buffers, name) for name in plan.pairs]
+    diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
+    diagonal = tiles.over_rows(diagonal, KEYS)
+
+    def step(at, _):
+        plgpu.barrier_wait(loaded["keys"])
+        _slice(plan, buffers, panels, diagonal)
+        plgpu.commit_smem()
+        for name in "qkg":
+            plgpu.copy_smem_to_gmem(buffers[name], refs[f"d{name}"].at[own(at)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when((at + 1) * SLICE < plan.key_dim)(lambda: load(at + 1))
+
+    lax.fori_loop(0, plan.key_dim // SLICE, step, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def chunk_gradients(q, k, g, cotangents, *, delta, interpret=None):
+    """`dq`, `dk` and `dg` of all chunks.
+
+    Args:
+        q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
+        k: The same shape.
+        g: Log-decay, `[B, T, HV, K]` float32, finite.
+        cotangents: What `chunk_cotangents` returned.
+        delta: Whether there is the delta rule.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        `dq`, `dk` `[B, T, HV, K]` in the dtype of `q` (one for each value head) and `dg` float32.
+    """
+    batch, tokens, key_heads, key_dim = q.shape
+    heads = g.shape[2]
+    plan = Plan(
+        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, q.dtype,
+        delta, interpret is not None,
+    )  # fmt: skip
+    inputs = {"q": q, "k": k, "g": g, "kept": cotangents["kept"]}
+    inputs |= {name: cotangents[name] for name in plan.cotangents + plan.pairs}
+    shape = jax.ShapeDtypeStruct
+    outputs = {"dq": shape(g.shape, q.dtype), "dk": shape(g.shape, q.dtype)}
+    outputs |= {"dg": shape(g.shape, jnp.float32)}
+    kernel = plgpu.kernel(
+        tiles.named("channel_gradients", functools.partial(_body, plan, (*inputs, *outputs))),
+        out_type=tuple(outputs.values()),
+        scratch_types=_scratch(plan),
+        grid=(batch * plan.chunks * heads,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    return kernel(*inputs.values())

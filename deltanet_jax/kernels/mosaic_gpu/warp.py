@@ -1,0 +1,246 @@
+"""Rows of one warp: what threads exchange and multiply without a barrier between warps.
+
+A warp holds 16 rows of an operand of 64 rows in registers, which are already the operands of
+its own matrix instructions. So products within blocks of 16 rows never touch shared memory.
+Written against the layer below Pallas; the interpreter gets the same results from `jax.numpy`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+
+__all__ = ["apply_blocks", "block_products", "exchange_shape", "exchanged", "store_row"]
+
+LAYOUT = plgpu.Layout.WGMMA
+EIGHT = 8  # rows and columns of one register of a warp
+WARP = 32
+
+
+def exchange_shape(width: int, *, uniform: bool) -> tuple[int, int, int]:
+    """Of the shared memory, float32, in which warps exchange `[C, width]`."""
+    return (2, CHUNK // BLOCK, width) if uniform else (2, width // 4, 4 * CHUNK)
+
+
+def exchanged(x: jax.Array, size: int, scratch, *, uniform: bool, interpret: bool) -> jax.Array:
+    """Row `i` of the result is row `i ^ size` of `x`, `[C, S]` float32.
+
+    Args:
+        x: The rows.
+        size: A power of two below C.
+        scratch: Shared memory of `exchange_shape`, for sizes of at least 16, which are to be
+            exchanged in turns: the barrier of one frees the half of the other.
+        uniform: Whether the 16 rows of a warp are equal.
+        interpret: Whether the interpreter runs this.
+    """
+    if interpret:
+        rows = x.reshape(-1, 2, size, x.shape[1])
+        return jnp.concatenate((rows[:, 1:], rows[:, :1]), axis=1).reshape(x.shape)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
+    if size < BLOCK:
+        body = functools.partial(_exchange_in_warp, size=size)
+        return plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(body)(x)
+    body = functools.partial(_exchange_warps, warps=size // BLOCK, uniform=uniform)
+    inlined = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
+    return inlined(body)(x, scratch)
+
+
+def _registers(x):
+    """By block of eight columns, and half of the rows of the warp."""
+    return x.registers.reshape(-1, 2)
+
+
+def _with_registers(x, registers, shape=None):
+    if shape is None:
+        shape = x.registers.shape
+    return type(x)(_registers=registers.reshape(shape), _layout=x.layout, _is_signed=x.is_signed)
+
+
+def _exchange_in_warp(ctx, x, *, size: int):
+    from jax.experimental.mosaic.gpu import utils
+
+    del ctx
+    registers = _registers(x)
+    if size == EIGHT:
+        return _with_registers(x, registers[:, ::-1])
+    moved = registers.copy()
+    for at, register in enumerate(registers.flat):
+        moved.flat[at] = utils.shfl_bfly(register, 4 * size)
+    return _with_registers(x, moved)
+
+
+def _exchange_warps(ctx, x, scratch, *, warps: int, uniform: bool):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    del ctx
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    registers = _registers(x)
+    thread = arith.remui(utils.thread_idx(), utils.c(CHUNK * 2, i32))
+    other = arith.xori(thread, utils.c(WARP * warps, i32))
+    half = utils.c(warps - 1, index)
+
+    def place(thread, at):
+        if not uniform:
+            column = arith.muli(thread, utils.c(2, i32))
+            return [half, utils.c(at, index), arith.index_cast(index, column)]
+        warp = arith.divui(thread, utils.c(WARP, i32))
+        column = arith.muli(arith.remui(thread, utils.c(4, i32)), utils.c(2, i32))
+        column = arith.addi(column, utils.c(EIGHT * (at // 2), i32))
+        return [half, arith.index_cast(index, warp), arith.index_cast(index, column)]
+
+    step = 2 if uniform else 1
+    for at in range(0, registers.size, step):
+        vector.store(registers.flat[at], scratch, place(thread, at))
+    utils.warpgroup_barrier()
+    moved = registers.copy()
+    for at in range(0, registers.size, step):
+        loaded = vector.load(registers.flat[at].type, scratch, place(other, at))
+        for same in range(at, at + step):
+            moved.flat[same] = loaded
+    return _with_registers(x, moved)
+
+
+def store_row(ref, x: jax.Array, *, interpret: bool) -> None:
+    """Stores any row of `x`, `[C, S]` float32, whose rows are equal."""
+    if interpret:
+        ref[...] = x[0]
+    else:
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(_store_row)(ref, x)
+
+
+def _store_row(ctx, ref, x):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    del ctx
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    column = arith.muli(arith.remui(utils.thread_idx(), utils.c(4, i32)), utils.c(2, i32))
+    for at, (register, _) in enumerate(_registers(x)):
+        place = arith.addi(column, utils.c(EIGHT * at, i32))
+        vector.store(register, ref, [arith.index_cast(index, place)])
+
+
+def block_products(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
+    """`x y^T` within blocks of 16 rows, `[C, 16]` float32, of 16-bit `[C, S]`."""
+    if interpret:
+        x, y = (z.reshape(-1, BLOCK, z.shape[1]) for z in (x, y))
+        out = jnp.einsum("bik,bjk->bij", x, y, preferred_element_type=jnp.float32)
+        return out.reshape(CHUNK, BLOCK)
+    result = plgpu.ShapeDtypeStruct((CHUNK, BLOCK), jnp.float32, layout=LAYOUT)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=result)(_products)(x, y)
+
+
+def _products(ctx, x, y):
+    """A register of the right operand holds columns of eight rows: rows of `y`, as it is."""
+    del ctx
+    x_registers, y_registers = _registers(x), _registers(y)
+    sums = [None, None]
+    for at in range(0, len(x_registers), 2):
+        left = [*x_registers[at], *x_registers[at + 1]]
+        for half in range(2):
+            right = [y_registers[at, half], y_registers[at + 1, half]]
+            sums[half] = _multiply_add(x, left, right, sums[half])
+    return _accumulated(x, sums, BLOCK)
+
+
+def apply_blocks(*terms: tuple[jax.Array, jax.Array, bool], interpret: bool) -> jax.Array:
+    """The sum of `w y`, or of `w^T y`, within blocks of 16 rows, `[C, S]` float32.
+
+    Args:
+        *terms: 16-bit weights, one block of 16 columns for each block of rows, `[C, 16]`; the
+            right operand `[C, S]`; whether the blocks of weights are to be transposed.
+        interpret: Whether the interpreter runs this.
+    """
+    flags = tuple(transpose for *_, transpose in terms)
+    if interpret:
+        return sum(_applied(*term) for term in terms)
+    operands = [x for *pair, _ in terms for x in pair]
+    result = plgpu.ShapeDtypeStruct(operands[1].shape, jnp.float32, layout=LAYOUT)
+    body = functools.partial(_apply, flags)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(
+        *operands
+    )
+
+
+def _applied(weights: jax.Array, y: jax.Array, transpose: bool) -> jax.Array:
+    weights, blocks = (z.reshape(-1, BLOCK, z.shape[1]) for z in (weights, y))
+    equation = "bji,bjk->bik" if transpose else "bij,bjk->bik"
+    out = jnp.einsum(equation, weights, blocks, preferred_element_type=jnp.float32)
+    return out.reshape(y.shape)
+
+
+def _apply(flags, ctx, *operands):
+    del ctx
+    y = operands[1]
+    sums = [None] * len(_registers(y))
+    for weights, y, transpose in zip(operands[::2], operands[1::2], flags, strict=True):
+        w = _registers(weights)
+        if transpose:
+            left = [_transposed(z) for z in (w[0, 0], w[1, 0], w[0, 1], w[1, 1])]
+        else:
+            left = [*w[0], *w[1]]
+        for at, register in enumerate(_registers(y)):
+            right = [_transposed(z) for z in register]
+            sums[at] = _multiply_add(y, left, right, sums[at])
+    return _accumulated(y, sums, y.shape[1])
+
+
+def _as_word(register):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+
+    return utils.bitcast(register, ir.IntegerType.get_signless(32))
+
+
+def _transposed(register):
+    """Eight rows and columns of a warp, transposed."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    i32 = ir.IntegerType.get_signless(32)
+    instruction = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return llvm.inline_asm(i32, [_as_word(register)], instruction, "=r,r", has_side_effects=False)
+
+
+def _multiply_add(like, left, right, sums):
+    """`sums + left right` of 16 x 16 times 16 x 8, four numbers to a thread."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    f32 = ir.F32Type.get()
+    kind = str(like.mlir_dtype)
+    if sums is None:
+        sums = [utils.c(0.0, f32)] * 4
+    words = [*left, *right]
+    words = [z if isinstance(z.type, ir.IntegerType) else _as_word(z) for z in words]
+    instruction = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    result = llvm.StructType.get_literal([f32] * 4)
+    out = llvm.inline_asm(result, [*words, *sums], instruction, constraints, has_side_effects=False)
+    return [llvm.extractvalue(f32, out, [at]) for at in range(4)]
+
+
+def _accumulated(like, sums, width: int):
+    """The array `[C, width]` whose blocks of eight columns a warp summed."""
+    import numpy as np
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    registers = np.empty((len(sums), 2), dtype=object)
+    for at, values in enumerate(sums):
+        for half in range(2):
+            registers[at, half] = vector.from_elements(pair, values[2 * half : 2 * half + 2])
+    shape = like.layout.registers_shape((CHUNK, width))
+    return type(like)(_registers=registers.reshape(shape), _layout=like.layout, _is_signed=None)
