@@ -36,7 +36,7 @@ def _write_cotangent(plan: Plan, tile, wait_scores):
 
 
 def _decayed(plan: Plan, tile, state: list) -> list:
-    """The blocks of the cotangent of the state, times the decay over a chunk."""
+    """The blocks of the cotangent of the state times the decay over the chunk."""
     if plan.channels:
         kept = [tiles.row(tile["kept"].at[rows]) for rows in plan.rows]
     elif plan.gated:

@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
     q: jax.Array  # [B, T, H, K]
     k: jax.Array  # [B, T, H, K]
     v: jax.Array  # [B, T, HV, V]
-    g: jax.Array | None  # [B, T, HV] or [B, T, HV, K] float32, finite
+    g: jax.Array | None  # [B, T, HV], finite, or [B, T, HV, K]; float32
     beta: jax.Array | None  # [B, T, HV] float32
     state: jax.Array  # [B, HV, K, V] float32
 
@@ -66,7 +66,7 @@ def chunkwise(
 
         interpret = plgpu.InterpretGPUParams()
     beta = None if problem.beta is None else problem.beta.astype(jnp.float32)
-    parts = (problem.q, problem.k, problem.v, _finite_gate(problem), beta)
+    parts = (problem.q, problem.k, problem.v, _gate(problem), beta)
     (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
     pieces = split.pieces_of(B, -(-tokens // CHUNK), HV, K, V)
     arrays = Arrays(*(_pad(x, pieces * CHUNK) for x in parts), state)
@@ -74,12 +74,16 @@ def chunkwise(
     return o[:, :tokens], final
 
 
-def _finite_gate(problem: Problem) -> jax.Array | None:
-    """The log-decay with resets written into it as `LOG_ZERO`, and finite everywhere."""
+def _gate(problem: Problem) -> jax.Array | None:
+    """The log-decay with resets written into it, as `LOG_ZERO` where gates are summed.
+
+    A gate per key channel is never summed: its exponentials are multiplied, and -inf stays.
+    """
     g = problem.g
     if g is not None:
         g = g.astype(jnp.float32)
-        g = jnp.where(g > LOG_ZERO, g, LOG_ZERO)
+        if g.ndim == 3:
+            g = jnp.where(g > LOG_ZERO, g, LOG_ZERO)
     if problem.reset is None:
         return g
     if g is None:

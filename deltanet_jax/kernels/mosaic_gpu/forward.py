@@ -78,17 +78,24 @@ def _chunk(plan: Plan, tile, barriers, chunk, place, state):
         steps = [(read["q"], [pair])]
     if plan.gated:
         write *= _over_tokens(tile, "rest")
-        kept = tiles.row(tile["kept"])
-        state = [block * tiles.over_rows(kept, block.shape) for block in state]
-    elif plan.channels:
-        kept = [tiles.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
-        state = [x * tiles.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
+    state = _decayed(plan, tile, state)
     added = write.astype(plan.dtype)
     for block, keys in zip(state, plan.key_blocks, strict=True):
         steps += [(block, [(added, tile[plan.writes].at[:, keys])])]
     done = tiles.accumulate(*steps, interpret=plan.interpret)
     free(chunk)
     return done[-len(state) :], None if plan.only_state else done[0]
+
+
+def _decayed(plan: Plan, tile, state: list) -> list:
+    """The blocks of the state times the decay over the chunk."""
+    if plan.channels:
+        kept = [tiles.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
+        return [x * tiles.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
+    if plan.gated:
+        kept = tiles.row(tile["kept"])
+        return [x * tiles.over_rows(kept, x.shape) for x in state]
+    return state
 
 
 def _keep(plan: Plan, tile, x: jax.Array) -> None:
@@ -217,9 +224,10 @@ def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
     inputs = {"v": v, "start": start} | serial.inputs_of(None, k, inverse, vectors, channels)
+    own = {}
     outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
     final = serial.launch(
-        "state_maps", plan, _walk, inputs, outputs, {},
+        "state_maps", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,
     )["final"]  # fmt: skip
     return final[..., value_dim:], final[..., :value_dim]

@@ -107,15 +107,15 @@ class Plan:
         return (200 if self.reverse else 184), 104
 
 
-def inputs_of(q, k, inverse, vectors: dict, channels: dict | None) -> dict:
+def inputs_of(q, k, inverse, vectors, channels) -> dict:
     """The inputs of both serial kernels by name, without those that the call does not have."""
     inputs = {"q": q, "k": k, "inverse": inverse} | vectors | (channels or {})
     return {name: x for name, x in inputs.items() if x is not None}
 
 
 def plan_for(
-    q, v, vectors, channels=None,
-    *, scale, interpret, save=False, map_dim=0, only_state=False, reverse=False,
+    q, v, vectors, channels, *,
+    scale, interpret, save=False, map_dim=0, only_state=False, reverse=False,
 ) -> Plan:  # fmt: skip
     """The plan of a launch on `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
     batch, tokens, key_heads, key_dim = q.shape
@@ -126,9 +126,9 @@ def plan_for(
     alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), "beta" in vectors, "b" in vectors, channels is not None, save, map_dim,
-        only_state, reverse, 1 if alone else 2,
-        tuple(vectors) + ("kept",) * (channels is not None), interpret is not None,
+        float(scale), "beta" in vectors, "b" in vectors, channels is not None,
+        save, map_dim, only_state, reverse, 1 if alone else 2,
+        (*vectors, *(() if channels is None else ("kept",))), interpret is not None,
     )  # fmt: skip
 
 

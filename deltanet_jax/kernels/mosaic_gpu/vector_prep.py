@@ -205,7 +205,7 @@ def decayed_chunks(q, k, g, beta, *, save, interpret=None):
     Args:
         q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         k: The same shape.
-        g: Log-decay, `[B, T, HV, K]` float32, finite.
+        g: Log-decay, `[B, T, HV, K]` float32; -inf forgets.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         save: Whether to return `overlaps`.
         interpret: Interpreter parameters, or `None` for the device.

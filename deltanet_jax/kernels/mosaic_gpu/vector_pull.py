@@ -223,7 +223,7 @@ def chunk_gradients(q, k, g, cotangents, *, delta, interpret=None):
     Args:
         q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         k: The same shape.
-        g: Log-decay, `[B, T, HV, K]` float32, finite.
+        g: Log-decay, `[B, T, HV, K]` float32; -inf forgets.
         cotangents: What `chunk_cotangents` returned.
         delta: Whether there is the delta rule.
         interpret: Interpreter parameters, or `None` for the device.
