@@ -47,7 +47,15 @@ class Load(NamedTuple):
 def measure(
     record: Run, config: DeltaNetConfig, contexts: Sequence[int], load: Load, bar: Progress
 ) -> None:
-    """A row for each memory and context length that the record does not have yet."""
+    """A row for each memory and context length that the record does not have yet.
+
+    Raises:
+        ValueError: If a context is shorter than the tokens that are timed.
+    """
+    if min(contexts) < load.tokens:
+        raise ValueError(
+            f"`contexts` must be at least decode_tokens={load.tokens}; got {min(contexts)}"
+        )
     task = bar.add_task("decoding", total=len(LOOKS) * len(contexts), note="")
     for memory in LOOKS:
         run = _recurrent(config, load) if memory == "delta" else partial(_softmax, config, load)
@@ -87,9 +95,9 @@ def _recurrent(config: DeltaNetConfig, load: Load) -> Callable[[int], Row]:
 
     def run(context: int) -> Row:
         cache, rng = model.init_cache(load.batch_size), np.random.default_rng(context)
-        for _ in range(max(1, (context - load.tokens) // load.piece)):
-            tokens = rng.integers(0, config.vocab_size, (load.batch_size, load.piece), np.int32)
-            cache = read(state, cache, tokens)
+        for start in range(0, context - load.tokens, load.piece):
+            size = load.batch_size, min(load.piece, context - load.tokens - start)
+            cache = read(state, cache, rng.integers(0, config.vocab_size, size, np.int32))
         return _time(decode, state, cache, load, lambda cache: cache)
 
     return run

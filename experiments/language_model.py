@@ -260,7 +260,7 @@ def _train(options: LanguageModel, record: Run, bar: Progress) -> None:
 
 
 def results(record: Run) -> dict[str, tuple[Row, list[Row]]]:
-    """For every model its row and the lanes of its best rate, best mean first for none."""
+    """For every model its row and the lanes of its best rate, in the order of training."""
     rows = record.select(kind="result")
     return {r["arm"]: (r, best_rate(r["lanes"], "bits", smallest=True)) for r in rows}
 
@@ -288,12 +288,13 @@ def _show_models(
          **{key: lane[key] for key in ("seed", "rate", "bits")}}
         for name, (row, lanes) in found.items() for lane in lanes
     )  # fmt: skip
-    base = {lane["seed"]: lane["bits"] for lane in found["delta"][1]} if "delta" in found else {}
+    # A lane that diverged is recorded as "nan".
+    base = {x["seed"]: float(x["bits"]) for x in found["delta"][1]} if "delta" in found else {}
     cells = []
     for name, (row, lanes) in found.items():
-        gaps = [lane["bits"] - base[lane["seed"]] for lane in lanes if base and name != "delta"]
+        gaps = [float(x["bits"]) - base[x["seed"]] for x in lanes if base and name != "delta"]
         bits = spread((lane["bits"] for lane in lanes), 4)
-        step = human_seconds(row["seconds_per_step"])
+        step = human_seconds(row["seconds_per_step"]) if row["seconds_per_step"] else "-"
         cells.append([MODELS[name].label, f"{row['parameters']:,}", bits,
                       spread(gaps, 4) if gaps else "", step])  # fmt: skip
     text = record.find(kind="text")
@@ -368,7 +369,8 @@ def _draw_context(ax: Axes, options: LanguageModel, name: str, lanes: Sequence[R
     ranges = _ranges(options.length)
     first = min(2, len(ranges) - 1)
     x = [a + 1 for a, _ in ranges][first:]
-    _band(ax, x, np.asarray([lane["by_position"] for lane in lanes])[:, first:], MODELS[name])
+    bits = np.asarray([lane["by_position"] for lane in lanes], float)
+    _band(ax, x, bits[:, first:], MODELS[name])
 
 
 def _draw_points(
@@ -376,10 +378,10 @@ def _draw_points(
 ) -> None:
     """A row per model: every seed as a point, the mean as a bar across."""
     for place, (name, lanes) in enumerate(lanes_of.items()):
-        arm, values = MODELS[name], [lane["bits"] for lane in lanes]
+        arm, values = MODELS[name], [float(lane["bits"]) for lane in lanes]
         ax.plot(values, [place] * len(values), arm.marker, color=PALETTE[arm.color], mfc="none")
         ax.plot([np.mean(values)] * 2, [place - 0.3, place + 0.3], color=PALETTE[arm.color])
-        ax.annotate(f"{np.mean(values):.3f}", (max(values), place), xytext=(6, 0),
+        ax.annotate(f"{np.mean(values):.3f}", (np.nanmax(values), place), xytext=(6, 0),
                     textcoords="offset points", va="center", fontsize=7.5)  # fmt: skip
     ax.set_yticks(range(len(lanes_of)), [labels.get(n, MODELS[n].label) for n in lanes_of])
     ax.set_ylim(len(lanes_of) - 0.4, -0.6)

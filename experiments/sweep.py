@@ -283,7 +283,8 @@ def _fit(
     return state[0], {
         "parameters": sum(x[0].size for x in jax.tree.leaves(state[0])),
         "compile_seconds": program.seconds,
-        "seconds_per_step": seconds / max(1, options.steps - first),
+        # Nothing to measure where the checkpoint was the last.
+        "seconds_per_step": seconds / (options.steps - first) if first < options.steps else None,
     }
 
 

@@ -100,15 +100,21 @@ def choose_for_one_token(problem: Problem) -> Algorithm:
     costs a copy where the state is neither donated nor the carry of a loop; a new array each
     time would cost a copy where it is.
     """
-    mesh = mesh_of(problem.v)
-    shared = any(
-        size > 1 and kind != AxisType.Manual
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    shared = _is_shared(problem.v) or _is_shared(problem.initial_state)
     if _platform(problem) != "gpu" or shared or mosaic_gpu.why_not_one_token(problem) is not None:
         return recurrent
     traced = isinstance(problem.initial_state, jax.core.Tracer)
     return _one_token_in_place if traced else _one_token
+
+
+def _is_shared(x: jax.Array | None) -> bool:
+    """Whether axes of a mesh, some of them not handed out by hand, hold this array."""
+    if x is None:
+        return False
+    mesh = mesh_of(x)
+    free = [kind != AxisType.Manual for kind in mesh.axis_types]
+    several = any(size > 1 for size, is_free in zip(mesh.axis_sizes, free, strict=True) if is_free)
+    return several or (any(free) and not all(free))
 
 
 def reason_against(
@@ -176,11 +182,19 @@ def _choose_first(
 def _platform(problem: Problem) -> str:
     """Where the call will run: the device of its inputs if they have one, else the default.
 
-    Under `jit` that is the device of their mesh, which may be one that is only described.
+    Under `jit` that is the device of their mesh, which may be one that is only described, or
+    the default device: a tracer does not tell that its array was put elsewhere.
     """
     described = mesh_of(problem.q).abstract_device
     if not isinstance(problem.q, jax.core.Tracer) and isinstance(problem.q, jax.Array):
         platform = next(iter(problem.q.devices())).platform
     else:
-        platform = jax.default_backend() if described is None else described.platform
+        platform = _default_platform() if described is None else described.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def _default_platform() -> str:
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform

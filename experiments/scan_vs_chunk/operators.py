@@ -58,7 +58,20 @@ class Prepared(NamedTuple):
 
 
 def sweeps(options: ScanVsChunk) -> list[list[Case]]:
-    """The four sweeps, each case once; what is wanted most comes first."""
+    """The sweeps over T, at a fixed number of tokens, and over sizes; each case once.
+
+    Raises:
+        ValueError: If the sweep at a fixed number of tokens has a case without sequences or heads.
+    """
+    if options.ratio_lengths and (
+        max(options.ratio_lengths) > options.ratio_tokens
+        or max(options.head_dims) > options.ratio_width
+    ):
+        raise ValueError(
+            f"`ratio_lengths` must be at most ratio_tokens={options.ratio_tokens} and `head_dims` "
+            f"at most ratio_width={options.ratio_width}; got {options.ratio_lengths} and "
+            f"{options.head_dims}"
+        )
     chunks = {name: C for name, (_, C) in IMPLEMENTATIONS.items()}
     B, H, d = options.batch_size, options.heads, options.head_dim
     ways = DIRECTIONS if options.sweep_forward else DIRECTIONS[1:]

@@ -43,19 +43,19 @@ class ScanVsChunk:
     heads: int = 1
     """Heads per call of an operator."""
     lengths: tuple[int, ...] = (256, 1024, 4096)
-    """T of the first sweep, at `head_dim` and each implementation's default chunk."""
+    """T of the sweep over T, at `head_dim` and each implementation's default chunk."""
     head_dim: int = 64
     """K = V of the sweeps over T and over chunk sizes."""
     head_dims: tuple[int, ...] = (64, 128)
-    """K = V of the second sweep."""
+    """K = V of the sweep over head sizes."""
     head_sweep_length: int = 256
     """T of the sweep over head sizes."""
     chunk_sizes: tuple[int, ...] = (16, 64, 128)
-    """C of the third sweep."""
+    """C of the sweep over chunk sizes."""
     chunk_sweep_length: int = 1024
     """T of the sweep over chunk sizes."""
     sweep_forward: bool = False
-    """Measure the forward pass alone in the second and third sweep too."""
+    """Measure the forward pass alone in all sweeps, and not only over T."""
     repeats: int = 15
     """Timed calls of a case, at most."""
     case_seconds: float = 0.4

@@ -132,7 +132,7 @@ def test_a_cache_continues_what_the_whole_sequence_gives(memory, conv_size):
 
 
 def test_the_sum_adds_and_does_not_correct():
-    """One key, two values: what is read in the end is their sum, and beta has no part in it."""
+    """One token three times: three times the state of once, and beta has no part in it."""
     model = make_model(replace(SHAPE, conv_size=None), "linear", nnx.Rngs(0))
     mixer = model.blocks[0].mixer
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (1, 1, 8)), (1, 3, 8))

@@ -114,6 +114,23 @@ def test_a_platform_with_kernels_takes_them_only_for_calls_they_cover(monkeypatc
     assert Kernels.calls == 2
 
 
+@pytest.mark.parametrize("device", [jax.devices("cpu")[0], "cpu"], ids=["device", "name"])
+def test_under_jit_the_default_device_decides_and_not_the_first_backend(monkeypatch, device):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    seen = []
+
+    def algorithm(problem, chunk_size):
+        seen.append(variants._platform(problem))
+        return variants.IMPLEMENTATIONS["recurrent"](problem, chunk_size)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
+    call = lambda *x: d.delta_rule(*x, implementation=algorithm)  # noqa: E731
+    jax.eval_shape(call, *shapes)
+    with jax.default_device(device):
+        jax.eval_shape(lambda *x: call(*x), *shapes)
+    assert seen == ["gpu", "cpu"]
+
+
 def test_equal_shapes_are_traced_once_whatever_the_segments():
     traces = []
 

@@ -83,7 +83,7 @@ def _gate(problem: Problem) -> jax.Array | None:
     if g is not None:
         g = g.astype(jnp.float32)
         if g.ndim == 3:
-            g = jnp.where(g > LOG_ZERO, g, LOG_ZERO)
+            g = jnp.maximum(g, LOG_ZERO)
     if problem.reset is None:
         return g
     if g is None:

@@ -95,8 +95,8 @@ class Plan:
     def registers(self) -> tuple[int, int] | None:
         """Of a warpgroup that computes, and of the one that serves; at most 504 in all.
 
-        At K = 64 so few are needed that the compiler's own count lets two programs share a
-        multiprocessor.
+        At K = 64 two programs share a multiprocessor: the backward by the compiler's own count,
+        the forward within 128.
         """
         if self.key_dim == 64:
             return None if self.reverse else (128, 104)

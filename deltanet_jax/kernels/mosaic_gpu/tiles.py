@@ -20,12 +20,18 @@ __all__ = [
     "column",
     "decay_matrix",
     "load_f32",
+    "load_f32_transposed",
+    "load_transposed",
     "matrix",
     "named",
+    "over_columns",
+    "over_rows",
     "product",
     "products",
     "row",
     "scores",
+    "store_f32_transposed",
+    "store_transposed",
     "tile",
     "transposed",
 ]
@@ -184,10 +190,9 @@ def accumulate(*operands, interpret) -> list[jax.Array]:
     return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
 
 
-def scores(plan, tile, x: jax.Array | None = None) -> jax.Array:
-    """`tril(D * x)` of a chunk, where `x` is `q k^T` unless given."""
-    if x is None:
-        x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
+def scores(plan, tile) -> jax.Array:
+    """`tril(D * (q k^T))` of a chunk."""
+    x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
     mask = chunk_mask()
     if plan.gated:
         x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)

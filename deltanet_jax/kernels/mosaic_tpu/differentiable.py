@@ -100,9 +100,10 @@ def _inputs(x: Heads, plan: Plan) -> Inputs[jax.Array]:
     gate: tuple[jax.Array, ...] = ()
     if x.g is not None:
         g = split(x.g, G, C)
-        share = jnp.round(g / COARSE) * COARSE
-        shares = jnp.cumsum(share, axis=3), jnp.cumsum(g - share, axis=3)
-        gate = (g,) if plan.gate == "vector" else shares
+        gate = (g,)
+        if plan.gate != "vector":
+            share = jnp.round(g / COARSE) * COARSE
+            gate = jnp.cumsum(share, axis=3), jnp.cumsum(g - share, axis=3)
     return Inputs(split(x.q, keys, C), split(x.k, keys, C), split(x.v, G, C), beta, gate)
 
 
