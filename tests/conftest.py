@@ -1,8 +1,11 @@
 """Set up JAX for the tests: CPU with eight devices, and shapes checked at run time."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -36,6 +39,20 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 HARDWARE = {"gpu": "an NVIDIA GPU (JAX_PLATFORMS=cuda,cpu)", "tpu": "a TPU (JAX_PLATFORMS=tpu,cpu)"}
+
+# Each compiled program takes a few regions of a process's memory. Linux gives a process 65530
+# by default; a compiler that gets no more aborts.
+MANY_REGIONS = 30_000
+REGIONS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Give the memory of compiled programs back before a process has too many regions of it."""
+    yield
+    if REGIONS.exists() and len(REGIONS.read_text().splitlines()) > MANY_REGIONS:
+        jax.clear_caches()
+        gc.collect()
 
 
 # Its packages live in an environment of their own: `make test-parity`.
