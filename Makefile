@@ -86,7 +86,7 @@ format: $(READY)  ## rewrite the code in the project's format
 docs: $(READY)  ## the documentation site, in docs/_build/html
 	@$(BIN)/python -c 'import sphinx, myst_nb, furo, ipykernel' 2>/dev/null \
 		|| { $(call install,$(BIN)/python,-e '.[docs]'); }
-	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 clean:  ## remove what was built, not what was measured
 	rm -rf $(VENV) $(PARITY) .venv-wheel-* build dist docs/_build *.egg-info uv.lock \
