@@ -234,7 +234,7 @@ def _by_length(lanes: list[Row]) -> np.ndarray:
 
 def draw(options: Needle, found: dict[str, dict[str, list[Row]]]) -> Figure:
     """Accuracy against length for each haystack; below it, against length and depth."""
-    fig = Figure(figsize=(8.6, 4.8), layout="constrained")
+    fig = Figure(figsize=(max(8.6, 2.25 * len(found)), 4.8), layout="constrained")
     above, below = fig.subfigures(2, 1, height_ratios=(1.2, 1))
     lines = above.subplots(1, len(HAYSTACKS), sharey=True)
     for ax, (name, haystack) in zip(lines, HAYSTACKS.items(), strict=True):
@@ -247,7 +247,8 @@ def draw(options: Needle, found: dict[str, dict[str, list[Row]]]) -> Figure:
     lines[0].annotate("training", (options.length, 0), xytext=(3, 3), fontsize=7.5,
                       textcoords="offset points")  # fmt: skip
     lines[0].set(ylabel="fraction right")
-    above.legend(*lines[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    handles, labels = lines[0].get_legend_handles_labels()
+    above.legend(handles, labels, loc="outside lower center", ncols=len(found))
     maps = below.subplots(1, len(found), squeeze=False, sharey=True)[0]
     for ax, (memory, lanes_of) in zip(maps, found.items(), strict=True):
         mean = np.mean([lane["accuracy"] for lane in lanes_of[MAPPED]], axis=0)
