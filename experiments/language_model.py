@@ -386,4 +386,7 @@ def _draw_points(
     ax.set_yticks(range(len(lanes_of)), [labels.get(n, MODELS[n].label) for n in lanes_of])
     ax.set_ylim(len(lanes_of) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
-    ax.margins(x=0.18)
+    # Room for the number to the right of the last row's points.
+    low, high = ax.get_xlim()
+    ax.set_xlim(low, high + 0.18 * (high - low))
+    ax.locator_params(axis="x", nbins=6)

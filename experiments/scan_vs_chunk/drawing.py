@@ -86,6 +86,7 @@ def draw_lengths(options: ScanVsChunk, rows: Sequence[Row], budget: float | None
     """
     fig, axes = figures.figure(2, 2, panel=(3.5, 2.75), sharex=True)
     rows = [r for r in _default_chunks(rows) if r["d"] == options.head_dim]
+    dotted = []
     for row, (y, unit) in enumerate((("seconds", figures.seconds_axis),
                                      ("temporary_bytes", figures.bytes_axis))):  # fmt: skip
         for ax, direction in zip(axes[row], DIRECTIONS, strict=True):
@@ -97,7 +98,10 @@ def draw_lengths(options: ScanVsChunk, rows: Sequence[Row], budget: float | None
             ax.set_title(direction.replace("+", " + "))
             if row:
                 _draw_too_large(ax, [r for r in mine if r["status"] == "does not fit"], budget)
-            _guides(ax, options, fits, y)
+            _guide(ax, options, fits, y)
+            if row and any(r["implementation"] == "associative" for r in fits):
+                ax.plot(options.lengths, _maps(options), ":", color=PALETTE["red"], lw=1.1)
+                dotted.append(ax)
     figures.letter(axes.flat)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     d = options.head_dim
@@ -106,6 +110,9 @@ def draw_lengths(options: ScanVsChunk, rows: Sequence[Row], budget: float | None
         f"d = {d}, {options.dtype}",
         fontsize=9.5,
     )
+    fig.draw_without_rendering()  # the slope of a line on paper is known once all has its place
+    for ax in dotted:
+        _name_maps(ax, options)
     return fig
 
 
@@ -153,24 +160,29 @@ def draw_ratios(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
     return fig
 
 
-def _guides(ax: Axes, options: ScanVsChunk, rows: Sequence[Row], y: str) -> None:
-    """Slope 1 below the data, and in the memory panels what a token's maps weigh."""
-    values = [row[y] for row in rows if row.get(y)]
-    if not values or len(options.lengths) < 2:
-        return
-    figures.slope_guide(ax, options.lengths, min(values) / 2.5, 1, "slope 1", place=0.8)
-    if y != "temporary_bytes" or "associative" not in {row["implementation"] for row in rows}:
-        return
-    maps = [4 * options.batch_size * options.heads * T * 2 * options.head_dim**2
-            for T in options.lengths]  # fmt: skip
-    ax.plot(options.lengths, maps, ":", color=PALETTE["red"], lw=1.1)
-    # Along the line and above it: below it other forms have their curves.
+def _guide(ax: Axes, options: ScanVsChunk, rows: Sequence[Row], y: str) -> None:
+    """Slope 1, below all data at every length."""
+    first = options.lengths[0]
+    values = [row[y] * first / row["T"] for row in rows if row.get(y)]
+    if values and len(options.lengths) > 1:
+        figures.slope_guide(ax, options.lengths, min(values) / 1.5, 1, "slope 1")
+
+
+def _maps(options: ScanVsChunk) -> list[int]:
+    """Bytes of one float32 map per token."""
+    floats = options.batch_size * options.heads * 2 * options.head_dim**2
+    return [4 * T * floats for T in options.lengths]
+
+
+def _name_maps(ax: Axes, options: ScanVsChunk) -> None:
+    """What the dotted line is, along it and below: above it is the data that it explains."""
+    maps = _maps(options)
     (x0, y0), (x1, y1) = ax.transData.transform(
         [(options.lengths[0], maps[0]), (options.lengths[-1], maps[-1])]
     )
     ax.annotate(
-        "$2d^2$ floats per token", (options.lengths[0], maps[0]), xytext=(4, 3),
-        textcoords="offset points", ha="left", va="bottom", fontsize=7.5, color=PALETTE["red"],
+        "$2d^2$ floats per token", (options.lengths[0], maps[0]), xytext=(8, -2),
+        textcoords="offset points", ha="left", va="top", fontsize=7.5, color=PALETTE["red"],
         rotation=np.degrees(np.arctan2(y1 - y0, x1 - x0)), rotation_mode="anchor",
     )  # fmt: skip
 
