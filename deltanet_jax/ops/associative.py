@@ -10,7 +10,9 @@ from deltanet_jax.core.chunk import chunk_map, prepare_wy, read
 from deltanet_jax.core.recurrence import Problem, decay_with_resets, dot, start_state
 from deltanet_jax.ops.layout import as_chunks, from_chunks, tokens_of
 
-__all__ = ["associative"]
+__all__ = ["associative", "associative_chunks", "numbers_in_chunk_maps"]
+
+DEFAULT_CHUNK = 64  # of `associative_chunks`
 
 
 def associative(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -26,6 +28,20 @@ def associative(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Ar
     else:
         o, final_state = _over_chunks(problem, min(chunk_size, problem.q.shape[1]))
     return (o * problem.scale).astype(problem.v.dtype), final_state
+
+
+def associative_chunks(
+    problem: Problem, chunk_size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The scan over the maps of chunks, of 64 tokens by default."""
+    return associative(problem, chunk_size or DEFAULT_CHUNK)
+
+
+def numbers_in_chunk_maps(problem: Problem, chunk_size: int | None) -> int:
+    """Of all chunks together; the scan and its derivative hold about ten times as many."""
+    B, T, HV, V = problem.v.shape
+    K = problem.k.shape[-1]
+    return B * HV * -(-T // (chunk_size or DEFAULT_CHUNK)) * K * (K + V)
 
 
 def _prefix_states(

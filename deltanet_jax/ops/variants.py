@@ -10,7 +10,11 @@ from jax.sharding import AxisType
 from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.kernels import mosaic_gpu, mosaic_tpu
 from deltanet_jax.kernels.partition import mesh_of, over_devices
-from deltanet_jax.ops.associative import associative
+from deltanet_jax.ops.associative import (
+    associative,
+    associative_chunks,
+    numbers_in_chunk_maps,
+)
 from deltanet_jax.ops.chunkwise import chunkwise, chunkwise_solve
 from deltanet_jax.ops.recurrent import recurrent
 
@@ -41,6 +45,7 @@ class Kernels(Protocol):
 
 KERNELS: dict[str, Kernels] = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
 SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
+FEW_NUMBERS = 2**25  # in chunk maps up to which a GPU scans them: 1.3 GB in training
 
 
 def _kernels(platform: str) -> Kernels:
@@ -157,7 +162,10 @@ def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
         return recurrent
     if platform in KERNELS and reason_against("pallas", problem, chunk_size) is None:
         return _pallas
-    # Form 1 does the least arithmetic; form 2 has the shortest serial chain.
+    # Every serial step costs a GPU its launches; the scan has few, for much memory.
+    if platform == "gpu" and numbers_in_chunk_maps(problem, chunk_size) <= FEW_NUMBERS:
+        return associative_chunks
+    # Form 1 does the least arithmetic; form 2 has the shorter serial chain.
     return chunkwise_solve if platform == "cpu" else chunkwise
 
 

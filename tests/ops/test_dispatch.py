@@ -1,5 +1,6 @@
 """The choice of an implementation."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 import deltanet_jax as d
 from deltanet_jax.ops import variants
+from deltanet_jax.ops.canonical import canonical_problem
 
 
 def inputs(T=20, K=4, V=6):
@@ -112,6 +114,35 @@ def test_a_platform_with_kernels_takes_them_only_for_calls_they_cover(monkeypatc
     d.delta_rule(*inputs(T=33))
     d.delta_rule(*inputs(T=34), implementation=("pallas", "recurrent"))
     assert Kernels.calls == 2
+
+
+@pytest.mark.parametrize(("T", "scans"), [(17, True), (2**15, True), (2**15 + 1, False)])
+def test_a_gpu_without_kernels_for_the_call_scans_chunk_maps_while_they_are_few(
+    monkeypatch, T, scans
+):
+    """Heads of 128 in float32, 2 of them: 512 chunks have as many numbers as are few."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    name = "associative_chunks" if scans else "chunkwise"
+    chosen = []
+
+    def ask(x):
+        missing = dict.fromkeys(("g", "scale", "initial_state", "segment_ids", "precision"))
+        problem = canonical_problem(x, x, x, beta=x[..., 0], **missing)
+        chosen.append(variants.choose(None, problem, None))
+        return x
+
+    jax.eval_shape(ask, jax.ShapeDtypeStruct((1, T, 2, 128), jnp.float32))
+    assert chosen == [getattr(variants, name)]
+
+
+def test_the_scan_that_a_gpu_takes_is_that_over_chunks_of_64_tokens():
+    q, k, v, beta = inputs(T=150)
+    for size, chunk in ((None, 64), (16, 16)):
+        got = d.delta_rule(
+            q, k, v, beta, implementation=variants.associative_chunks, chunk_size=size
+        )
+        expected = d.delta_rule(q, k, v, beta, implementation="associative", chunk_size=chunk)
+        chex.assert_trees_all_equal(got, expected)
 
 
 @pytest.mark.parametrize("device", [jax.devices("cpu")[0], "cpu"], ids=["device", "name"])
