@@ -216,7 +216,7 @@ def _settle() -> None:
 
 
 def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded = args
+    *refs, buffers, loaded, left = args
     refs = dict(zip(names, refs, strict=True))
     role, program = lax.axis_index("role"), lax.axis_index("program")
     buffers = {name: x.at[role] for name, x in buffers.items()}
@@ -274,6 +274,9 @@ def _body(plan: Plan, names, *args):
     load(0)
     lax.fori_loop(0, plan.rounds, chunk, None)
     plgpu.wait_smem_to_gmem(0)
+    # No warpgroup leaves while another multiplies.
+    plgpu.barrier_arrive(left)
+    plgpu.barrier_wait(left)
 
 
 def decayed_chunks(q, k, g, beta, *, save, interpret=None):
@@ -306,7 +309,7 @@ def decayed_chunks(q, k, g, beta, *, save, interpret=None):
     kernel = plgpu.kernel(
         tiles.named("decayed_chunks", functools.partial(_body, plan, names)),
         out_type=tuple(plan.outputs.values()),
-        scratch_types=(_scratch(plan), barriers),
+        scratch_types=(_scratch(plan), barriers, plgpu.Barrier(num_arrivals=WARPGROUPS)),
         grid=(plan.programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS,
