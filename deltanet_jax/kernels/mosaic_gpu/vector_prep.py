@@ -58,7 +58,9 @@ class Plan(ChunkPlan):
     def pairs(self) -> dict[str, tuple[str, str]]:
         """Tiles through which the halves of the columns of pairs of tokens leave."""
         saved = self.delta and self.save
-        return {"scores": ("queries", "writes")} | ({"overlaps": ("keys", "spare")} if saved else {})
+        return {"scores": ("queries", "writes")} | (
+            {"overlaps": ("keys", "spare")} if saved else {}
+        )
 
     @property
     def items(self) -> int:
