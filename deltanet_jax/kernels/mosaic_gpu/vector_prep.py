@@ -35,7 +35,6 @@ CHUNK = tiles.CHUNK
 SLICE = 32  # channels at a time
 SWIZZLE = 2 * SLICE  # bytes: a slice is one tile of its array
 HALF = CHUNK // 2
-WARPGROUPS = 3  # of a program: what registers and shared memory hold
 # By size, what `i ^ j` has in common for a block of 16 tokens i and the one of the tokens j.
 DISTANCES = {16: (16,), 32: (32, 48)}
 
@@ -67,12 +66,20 @@ class Plan(ChunkPlan):
         return self.batch * self.chunks * self.heads
 
     @property
+    def warpgroups(self) -> int:
+        """Of a program, which is alone on its multiprocessor."""
+        # A thread of three has 168 registers, of two 255. The overlaps and the inverse need more
+        # than 168: at (8, 4096, 16, 128) three spill over 400 bytes and take 0.637 ms on an H200,
+        # two 272 and 0.484. Without them three spill 8 and take 0.257.
+        return 2 if self.delta else 3
+
+    @property
     def programs(self) -> int:
-        return min(MULTIPROCESSORS, pl.cdiv(self.items, WARPGROUPS))
+        return min(MULTIPROCESSORS, pl.cdiv(self.items, self.warpgroups))
 
     @property
     def rounds(self) -> int:
-        return pl.cdiv(self.items, self.programs * WARPGROUPS)
+        return pl.cdiv(self.items, self.programs * self.warpgroups)
 
     @property
     def slices(self) -> int:
@@ -88,28 +95,22 @@ class Panels(NamedTuple):
 
 
 def _scratch(plan: Plan) -> dict:
-    def vector(size):
-        return plgpu.SMEM((WARPGROUPS, size), jnp.float32)
-
-    shape = (WARPGROUPS, CHUNK, SLICE)
-    keys = tiles.tile(*shape, dtype=plan.dtype, swizzle=SWIZZLE)
+    """Buffers by name, one of each for every warpgroup."""
+    keys = tiles.tile(CHUNK, SLICE, dtype=plan.dtype, swizzle=SWIZZLE)
     names = {"q", "k", "queries", "writes"} | {x for pair in plan.pairs.values() for x in pair}
     buffers = dict.fromkeys(sorted(names | {"keys"} if plan.delta else names), keys)
-    buffers |= {"g": tiles.tile(*shape, dtype=jnp.float32), "kept": vector(SLICE)}
+    buffers |= {"g": tiles.tile(CHUNK, SLICE, dtype=jnp.float32)}
+    buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
     exchange = warp.exchange_shape(SLICE, uniform=True)
-    buffers |= {"exchange": plgpu.SMEM((WARPGROUPS, *exchange), jnp.float32)}
-    others = warp.other_rows_shape(SLICE)
-    buffers |= {"others": plgpu.SMEM((WARPGROUPS, *others), jnp.int32)}
+    buffers |= {"exchange": plgpu.SMEM(exchange, jnp.float32)}
+    buffers |= {"others": plgpu.SMEM(warp.other_rows_shape(SLICE), jnp.int32)}
     if plan.delta:
-        inverse = prep.inverse_buffers(plan.dtype)
-        buffers |= {name: _for_all(x) for name, x in inverse.items()}
-        buffers |= {"beta": vector(CHUNK)}
-    return buffers
-
-
-def _for_all(x):
-    """One such buffer for each warpgroup."""
-    return plgpu.SMEM((WARPGROUPS, *x.shape), x.dtype, transforms=x.transforms)
+        buffers |= prep.inverse_buffers(plan.dtype)
+        buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
+    return {
+        name: plgpu.SMEM((plan.warpgroups, *x.shape), x.dtype, transforms=x.transforms)
+        for name, x in buffers.items()
+    }
 
 
 def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
@@ -226,7 +227,7 @@ def _body(plan: Plan, names, *args):
 
     def place_of(i):
         # Where nothing is left a warpgroup repeats the last chunk.
-        item = jnp.minimum((i * plan.programs + program) * WARPGROUPS + role, plan.items - 1)
+        item = jnp.minimum((i * plan.programs + program) * plan.warpgroups + role, plan.items - 1)
         head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
         return lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
 
@@ -304,17 +305,17 @@ def decayed_chunks(q, k, g, beta, *, save, interpret=None):
         beta is not None, interpret is not None, save,
     )  # fmt: skip
     inputs = {"q": q, "k": k, "g": g} | ({} if beta is None else {"beta": beta})
-    barriers = {"keys": plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS)}
+    barriers = {"keys": plgpu.Barrier(num_arrivals=3, num_barriers=plan.warpgroups)}
     if plan.delta:
-        barriers |= {"beta": plgpu.Barrier(num_barriers=WARPGROUPS)}
+        barriers |= {"beta": plgpu.Barrier(num_barriers=plan.warpgroups)}
     names = (*inputs, *plan.outputs)
     kernel = plgpu.kernel(
         tiles.named("decayed_chunks", functools.partial(_body, plan, names)),
         out_type=tuple(plan.outputs.values()),
-        scratch_types=(_scratch(plan), barriers, plgpu.Barrier(num_arrivals=WARPGROUPS)),
+        scratch_types=(_scratch(plan), barriers, plgpu.Barrier(num_arrivals=plan.warpgroups)),
         grid=(plan.programs,),
         grid_names=("program",),
-        num_threads=WARPGROUPS,
+        num_threads=plan.warpgroups,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
