@@ -142,11 +142,10 @@ def _finish(plan: Plan, refs, buffers, place, scores, overlaps) -> None:
             buffers["q32"][...] = overlaps.astype(plan.dtype)
             names |= {"overlaps": "q32"}
         x = overlaps * tiles.over_columns(tiles.column(buffers["beta"]), SQUARE)
-        prep.store_inverse(
-            x, buffers, refs["inverse"], place, dtype=plan.dtype, interpret=plan.interpret
-        )
-    else:
-        plgpu.commit_smem()
+        halves = prep.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+    plgpu.commit_smem()
+    if plan.delta:
+        prep.copy_inverse(halves, refs["inverse"].at[place])
     for name, tile in names.items():
         plgpu.copy_smem_to_gmem(buffers[tile], refs[name].at[place])
     plgpu.wait_smem_to_gmem(0)
