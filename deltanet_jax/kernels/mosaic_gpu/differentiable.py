@@ -118,7 +118,7 @@ def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
     q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
     if x["g"] is None:
         inverse = None
-        alone = call.pieces > 1 or save or not fused.covers(k, x["v"])
+        alone = call.pieces > 1 or not fused.covers(k, x["v"], save=save)
         if beta is not None and alone:
             inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
         return {"inverse": inverse}

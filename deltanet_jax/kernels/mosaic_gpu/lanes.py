@@ -126,9 +126,7 @@ def _lower(ctx, x, *, strict: bool):
     thread = _thread()
     warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
     lane = arith.remui(thread, utils.c(WARP, i32))
-    row = arith.addi(
-        arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32))
-    )
+    row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32)))
     column = arith.muli(arith.remui(lane, utils.c(VECTOR, i32)), utils.c(2, i32))
     ahead = arith.subi(row, column)
     registers = x.registers.copy()
