@@ -8,16 +8,20 @@ WORKERS ?= 2
 ARGS ?=
 JAX ?= newest
 WHEEL := .venv-wheel-$(JAX)
+HOPPER := .venv-hopper-$(JAX)
+HOPPER_TESTS ?= tests/kernels/test_mosaic_gpu.py tests/kernels/test_one_token.py tests/kernels/test_mosaic_gpu_compile.py
 WHEEL_TESTS ?= tests/test_smoke.py tests/test_project.py tests/test_docstrings.py tests/ops
 
 # $(call install,PYTHON,REQUIREMENTS)
 install = if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(1) $(2); \
 	else $(1) -m pip install --quiet --disable-pip-version-check $(2); fi
 
+JAX_PIN = $(if $(filter newest,$(JAX)),,'jax==$(JAX)' 'jaxlib==$(JAX)')
+
 # A small BLAS pool: several test processes must not fight over the cores.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help ablation test test-parity test-tpu-compile test-wheel test-extras dist lint format docs clean
+.PHONY: help ablation test test-parity test-tpu-compile test-hopper test-wheel test-extras dist lint format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -44,6 +48,14 @@ test-tpu-compile: $(READY)  ## the TPU kernels through the TPU's compiler, which
 		|| { $(call install,$(BIN)/python,-e '.[tpu-test]'); }
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/test_mosaic_tpu_compile.py $(ARGS)
 
+# The compiler for GPUs is in the plugin of jax's own version.
+test-hopper:  ## the Hopper kernels, interpreted and through the GPU's compiler, without a GPU; options: PYTHON=, JAX=0.11.2
+	$(PYTHON) -m venv --clear $(HOPPER)
+	@$(call install,$(HOPPER)/bin/python,-e '.[test]' $(JAX_PIN))
+	@version=$$($(HOPPER)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(call install,$(HOPPER)/bin/python,--no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version")
+	JAX_PLATFORMS=cpu $(HOPPER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(HOPPER_TESTS) $(ARGS)
+
 # Pinned, because the tests reach into these packages. PyTorch's own files for a CPU need no CUDA.
 $(PARITY)/.ready: pyproject.toml setup.cfg
 	$(PYTHON) -m venv $(PARITY)
@@ -63,7 +75,7 @@ dist: $(READY)  ## the source distribution, and the wheel built from it, in dist
 # The source distribution holds the tests; without its package they find only the installed one.
 test-wheel: dist  ## tests against the installed wheel, outside of the tree; options: PYTHON=, JAX=0.11.2
 	$(PYTHON) -m venv --clear $(WHEEL)
-	@$(call install,$(WHEEL)/bin/python,"$$(ls dist/*.whl)[dev]" $(if $(filter newest,$(JAX)),,'jax==$(JAX)' 'jaxlib==$(JAX)'))
+	@$(call install,$(WHEEL)/bin/python,"$$(ls dist/*.whl)[dev]" $(JAX_PIN))
 	$(WHEEL)/bin/python -m pip check
 	python=$$(pwd)/$(WHEEL)/bin/python; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
 	tar -xzf dist/*.tar.gz -C "$$tree" --strip-components=1 && rm -r "$$tree"/deltanet_jax* && cd "$$tree" && \
@@ -89,5 +101,5 @@ docs: $(READY)  ## the documentation site, in docs/_build/html
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 clean:  ## remove what was built, not what was measured
-	rm -rf $(VENV) $(PARITY) .venv-wheel-* build dist docs/_build *.egg-info uv.lock \
+	rm -rf $(VENV) $(PARITY) .venv-wheel-* .venv-hopper-* build dist docs/_build *.egg-info uv.lock \
 		.pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

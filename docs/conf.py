@@ -26,6 +26,8 @@ html_title = "deltanet_jax"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
+napoleon_use_ivar = True  # attributes are a list, as arguments are
+napoleon_attr_annotations = False  # shapes are in the words
 default_role = "code"  # docstrings have `names`, as Markdown has
 autoclass_content = "both"
 autodoc_default_options = {"special-members": "__call__"}

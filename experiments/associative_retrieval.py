@@ -26,7 +26,15 @@ from deltanet_jax.layers.norms import NORMS
 from experiments import figures
 from experiments.figures import Look
 from experiments.record import Row, Run
-from experiments.sweep import Case, Sweep, best_rate, run_sweep, spread, train_all
+from experiments.sweep import (
+    Case,
+    Sweep,
+    best_rate,
+    check_names,
+    run_sweep,
+    spread,
+    train_all,
+)
 from experiments.tables import console, make_table
 from experiments.tasks.pairs import Pairs, draw_pairs
 
@@ -160,9 +168,7 @@ def run(options: AssociativeRetrieval) -> int:
     Raises:
         ValueError: If a rule has no such name.
     """
-    unknown = set(options.rules) - set(RULES)
-    if unknown:
-        raise ValueError(f"`rules` must be among {', '.join(RULES)}; got {', '.join(unknown)}")
+    check_names("rules", options.rules, RULES)
     return run_sweep(EXPERIMENT, options, _train, _finish)
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,15 @@ from experiments import decoding, figures
 from experiments.figures import PALETTE
 from experiments.models import make_model
 from experiments.record import Row, Run
-from experiments.sweep import Case, Sweep, best_rate, run_sweep, spread, train_all
+from experiments.sweep import (
+    Case,
+    ModelSweep,
+    best_rate,
+    check_names,
+    run_sweep,
+    spread,
+    train_all,
+)
 from experiments.tables import console, human_bytes, human_seconds, make_table
 from experiments.tasks.text import Text, note_text, read_shuffled
 
@@ -70,7 +78,7 @@ MODELS = ARMS | ABLATIONS
 
 
 @dataclass(frozen=True)
-class LanguageModel(Sweep):
+class LanguageModel(ModelSweep):
     """Bits per byte of five memories at one size, ablations of DeltaNet, the cost of a token."""
 
     steps: int = 100
@@ -97,10 +105,6 @@ class LanguageModel(Sweep):
     """Heads of every mixer."""
     layers: int = 1
     """Blocks."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters are float32."""
-    implementation: str | None = None
-    """Of the recurrence; by default the best for the platform."""
     sample_bytes: int = 200
     """Bytes that a trained DeltaNet writes."""
     decode_batch: int = 1
@@ -113,9 +117,9 @@ PRESETS = {
     "cpu": LanguageModel(),
     "gpu": LanguageModel(
         preset="gpu",
-        rates=(2e-3,),
-        steps=800,
-        block=100,
+        rates=(1e-3, 3e-3),
+        steps=2000,
+        block=200,
         batch_size=16,
         ablations=tuple(ABLATIONS),
         contexts=(1024, 4096, 16384, 65536),
@@ -219,12 +223,8 @@ def cases(options: LanguageModel, split: Split) -> list[Case]:
         ValueError: If a model has no such name, or is of another size than the first.
     """
     names = options.arms + options.ablations
-    unknown = set(options.arms) - set(ARMS) | set(options.ablations) - set(ABLATIONS)
-    if unknown:
-        raise ValueError(
-            f"models must be among {', '.join(ARMS)} and {', '.join(ABLATIONS)}; "
-            f"got {', '.join(sorted(unknown))}"
-        )
+    check_names("arms", options.arms, ARMS)
+    check_names("ablations", options.ablations, ABLATIONS)
     if options.test_windows % options.batch_size:
         raise ValueError(
             f"`test_windows` must be a multiple of batch_size={options.batch_size}; "

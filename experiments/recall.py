@@ -19,7 +19,16 @@ from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
 from experiments import figures
 from experiments.models import MEMORIES, make_model, memory_floats
 from experiments.record import Row, Run
-from experiments.sweep import Case, Sweep, best_rate, cross_entropy, run_sweep, spread, train_all
+from experiments.sweep import (
+    Case,
+    ModelSweep,
+    best_rate,
+    check_names,
+    cross_entropy,
+    run_sweep,
+    spread,
+    train_all,
+)
 from experiments.tables import console, make_table
 from experiments.tasks.recall import draw_recall, longest_list
 
@@ -29,7 +38,7 @@ EXPERIMENT = "recall"
 
 
 @dataclass(frozen=True)
-class Recall(Sweep):
+class Recall(ModelSweep):
     """Recall of pairs by memories of equal size: softmax, sums, delta rules."""
 
     rates: tuple[float, ...] = (1e-2,)
@@ -83,6 +92,7 @@ def make_case(options: Recall, hidden_size: int, memory: str) -> Case:
         num_heads=options.heads,
         conv_size=options.conv_size,
         mlp_size=1,
+        dtype=options.dtype,
     )
     pairs = jnp.asarray(options.pairs)
 
@@ -102,7 +112,7 @@ def make_case(options: Recall, hidden_size: int, memory: str) -> Case:
         return {"accuracy": found, "mean": found.mean()}
 
     def make(rngs: nnx.Rngs) -> DeltaNetLM:
-        return make_model(config, memory, rngs, mlp=False)
+        return make_model(config, memory, rngs, implementation=options.implementation, mlp=False)
 
     key = {"hidden_size": hidden_size, "memory": memory}
     return Case(key, make, loss, measure)
@@ -114,11 +124,7 @@ def cases(options: Recall) -> list[Case]:
     Raises:
         ValueError: If there is no such memory, or there are too many pairs for a sequence.
     """
-    unknown = set(options.memories) - set(MEMORIES)
-    if unknown:
-        raise ValueError(
-            f"`memories` must be among {', '.join(MEMORIES)}; got {', '.join(unknown)}"
-        )
+    check_names("memories", options.memories, MEMORIES)
     most = longest_list(options.length, options.vocab_size)
     if not 1 <= min(options.pairs) <= max(options.pairs) <= most:
         raise ValueError(

@@ -30,8 +30,9 @@ from experiments.models import make_model
 from experiments.record import Row, Run
 from experiments.sweep import (
     Case,
-    Sweep,
+    ModelSweep,
     best_rate,
+    check_names,
     cross_entropy,
     run_sweep,
     spread,
@@ -68,7 +69,7 @@ ARMS = {
 
 
 @dataclass(frozen=True)
-class StateTracking(Sweep):
+class StateTracking(ModelSweep):
     """Parity and S3: eigenvalues in (0, 1) against (-1, 1), and words longer than in training."""
 
     rates: tuple[float, ...] = (3e-3, 1e-2)
@@ -122,6 +123,7 @@ def make_case(options: StateTracking, group: str, name: str) -> Case:
         allow_neg_eigval=arm.negative,
         conv_size=options.conv_size,
         mlp_size=options.hidden_size,
+        dtype=options.dtype,
     )
 
     def loss(model: DeltaNetLM, key: jax.Array, _: jax.Array) -> jax.Array:
@@ -143,7 +145,7 @@ def make_case(options: StateTracking, group: str, name: str) -> Case:
         return found | write_strengths(model, config)
 
     def make(rngs: nnx.Rngs) -> DeltaNetLM:
-        return make_model(config, arm.memory, rngs)
+        return make_model(config, arm.memory, rngs, implementation=options.implementation)
 
     return Case({"group": group, "arm": name}, make, loss, measure)
 
@@ -165,9 +167,8 @@ def cases(options: StateTracking) -> list[Case]:
     Raises:
         ValueError: If an arm has no such name, or the test length does not fit.
     """
-    unknown = set(options.parity_arms + options.permutation_arms) - set(ARMS)
-    if unknown:
-        raise ValueError(f"arms must be among {', '.join(ARMS)}; got {', '.join(unknown)}")
+    check_names("parity_arms", options.parity_arms, ARMS)
+    check_names("permutation_arms", options.permutation_arms, ARMS)
     if options.test_length % WINDOW or options.test_length <= options.length:
         raise ValueError(
             f"`test_length` must be a multiple of {WINDOW} above length={options.length}; "

@@ -32,9 +32,11 @@ from experiments.tables import console
 
 __all__ = [
     "Case",
+    "ModelSweep",
     "OutOfTimeError",
     "Sweep",
     "best_rate",
+    "check_names",
     "cross_entropy",
     "run_sweep",
     "spread",
@@ -53,7 +55,7 @@ class Sweep:
     preset: Literal["cpu", "gpu"] = "cpu"
     """Where the defaults below come from; every one of them can be set beside it."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Go on with this run directory, with the options it was started with."""
+    """Go on with this run directory, with the options it was started with but for `minutes`."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None
@@ -72,6 +74,16 @@ class Sweep:
     """Sequences per step."""
     minutes: float | None = None
     """Stop training after this time, at the end of a block, and show what is done by then."""
+
+
+@dataclass(frozen=True)
+class ModelSweep(Sweep):
+    """What every sweep of small language models can be told."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of computation; parameters are float32."""
+    implementation: str | None = None
+    """Of the recurrence; by default the best for the platform."""
 
 
 class OutOfTimeError(Exception):
@@ -286,6 +298,16 @@ def _fit(
         # Nothing to measure where the checkpoint was the last.
         "seconds_per_step": seconds / (options.steps - first) if first < options.steps else None,
     }
+
+
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `ValueError` if an option has a name that is not known."""
+    known = tuple(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"`{option}` must be among {', '.join(known)}; got {', '.join(map(repr, unknown))}"
+        )
 
 
 def cross_entropy(

@@ -15,7 +15,7 @@ from pathlib import Path
 IMPORTS = {
     "": "deltanet_jax.models, deltanet_jax.parallel",
     "train": "deltanet_jax.models.training, deltanet_jax.models.checkpoint",
-    "convert": "deltanet_jax.convert",
+    "convert": "deltanet_jax.convert, safetensors",
 }
 
 

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("target", type=Path, help="a new directory")
     exporting.add_argument("--step", type=int, help="which checkpoint; the newest by default")
     exporting.add_argument("--dtype", help="of every tensor; by default each in its own")
-    exporting.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES)
+    exporting.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="of one file")
     exporting.set_defaults(run=_export)
     return parser
 
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> str:
     kind = read_config(options.source).get("model_type")
     if kind == "qwen3_next":
+        if options.ignore:
+            raise ValueError(f"`--ignore` is for flash-linear-attention's checkpoints; got {kind}")
         mixers = load_qwen3_next(options.source)
         return f"{kind}: the mixers of layers {', '.join(map(str, mixers))} convert"
     return _described(load_fla(options.source, ignore=options.ignore))

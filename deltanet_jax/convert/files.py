@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+# Whoever has no safetensors may still ask the command line for help.
 try:
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import save_file
-except ModuleNotFoundError as error:
-    raise ImportError(
-        "converting checkpoints needs safetensors: pip install 'deltanet_jax[convert]'"
-    ) from error
+except ModuleNotFoundError:
+    MISSING = "converting checkpoints needs safetensors: pip install 'deltanet_jax[convert]'"
+else:
+    MISSING = ""
 
 __all__ = [
     "LazyArray",
@@ -101,6 +102,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def read_tensors(directory: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Every tensor of a checkpoint in one file or in shards, and what is wrong with the files."""
+    _check_safetensors()
     if not (directory / INDEX).is_file():
         if not (directory / SINGLE).is_file():
             raise FileNotFoundError(f"{directory} holds neither {SINGLE} nor {INDEX}")
@@ -119,6 +121,11 @@ def read_tensors(directory: Path) -> tuple[dict[str, Tensor], list[str]]:
         problems += [f"{n} is in {name} but not in the index" for n in tensors if n not in places]
         found |= {n: t for n, t in tensors.items() if places.get(n) == name}
     return found, problems
+
+
+def _check_safetensors() -> None:
+    if MISSING:
+        raise ImportError(MISSING)
 
 
 def _tensors_of(path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -195,6 +202,7 @@ def write_checkpoint(
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """A new directory with config.json and the tensors, in shards if they need several."""
+    _check_safetensors()
     if max_shard_bytes <= 0:
         raise ValueError(f"`max_shard_bytes` must be positive; got {max_shard_bytes}")
     shards = _shards(tensors, max_shard_bytes)

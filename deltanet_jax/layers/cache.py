@@ -15,7 +15,12 @@ Tree = TypeVar("Tree")
 class DeltaNetCache(NamedTuple):
     """Constant in size, whatever the number of tokens read; a pytree.
 
-    The convolutions' parts are their last `W - 1` inputs, and `None` without convolutions.
+    Attributes:
+        state: Of every value head, `[B, HV, K, V]`, float32.
+        q_inputs: The last inputs of the queries' convolution, `[B, conv_size - 1, H K]`; `None`
+            without convolutions.
+        k_inputs: Those of the keys'.
+        v_inputs: Those of the values', `[B, conv_size - 1, HV V]`.
     """
 
     state: Float[Array, "B HV K V"]  # float32

@@ -31,7 +31,8 @@ def run(options: ScanVsChunk) -> int:
     """Run, or go on with a run; returns the exit status."""
     if options.resume is not None:
         record = Run.resume(EXPERIMENT, options.resume)
-        options = restore(record.config["options"])
+        saved = restore(record.config["options"])
+        options = dataclasses.replace(saved, operator_seconds=options.operator_seconds)
     else:
         record = Run.start(EXPERIMENT, options, options.results, options.name)
     with record:

@@ -32,7 +32,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, int | None]] = {
     "chunkwise_solve": ("chunkwise_solve", 64),
     "pallas": ("pallas", 64),
 }
-CHUNKED = ("associative_chunked", "chunkwise", "chunkwise_solve")
+CHUNKED = ("associative_chunked", "chunkwise", "chunkwise_solve", "pallas")
 DIRECTIONS = ("forward", "forward+backward")
 
 Arrays = dict[str, jax.Array]

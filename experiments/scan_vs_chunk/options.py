@@ -21,7 +21,8 @@ class ScanVsChunk:
     preset: Literal["cpu", "gpu"] = "cpu"
     """Where the defaults below come from; every one of them can be set beside it."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Go on with this run directory, with the options it was started with."""
+    """Go on with this run directory, with the options it was started with but for
+    `operator_seconds`."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None

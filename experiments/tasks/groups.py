@@ -43,13 +43,7 @@ def group_words(
     """
     table = jnp.asarray(GROUPS[group])
     words = jax.random.randint(key, (batch_size, length), 0, len(table))
-
-    def multiply(product: jax.Array, element: jax.Array) -> tuple[jax.Array, jax.Array]:
-        product = table[product, element]
-        return product, product
-
-    start = jnp.zeros((batch_size,), jnp.int32)
-    products = jax.lax.scan(multiply, start, words.T)[1].T
+    products = jax.lax.associative_scan(lambda a, b: table[a, b], words, axis=1)
     tokens = words[..., None] + len(table) * jnp.arange(parts)
     targets = jnp.where(jnp.arange(parts) == parts - 1, products[..., None], -1)
     return tokens.reshape(batch_size, -1), targets.reshape(batch_size, -1)

@@ -23,6 +23,20 @@ def test_help_lists_the_commands():
     assert all(word in run.stdout for word in ("check", "import", "export"))
 
 
+def test_without_safetensors_the_commands_say_what_to_install(tmp_path):
+    source = write(tmp_path / "x", CONFIGS["delta_net"], random_tensors("delta_net"))
+    code = (
+        "import sys; sys.modules['safetensors'] = None; "
+        "from deltanet_jax.convert.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    for arguments, status in ((["--help"], 0), (["check", str(source)], 1)):
+        run = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+        )
+        assert run.returncode == status
+    assert run.stderr.startswith("error: converting checkpoints needs safetensors: pip install")
+
+
 def test_a_directory_goes_there_and_comes_back(tmp_path, capsys):
     tensors = random_tensors("gated_deltanet")
     source = str(write(tmp_path / "theirs", CONFIGS["gated_deltanet"], tensors))
@@ -51,6 +65,8 @@ def test_mixers_of_qwen3_next_are_checked(tmp_path, capsys):
     source = write(tmp_path / "x", CONFIGS["qwen3_next"], random_tensors("qwen3_next"))
     assert main(["check", str(source)]) == 0
     assert "layers 0, 1, 2" in capsys.readouterr().out
+    assert main(["check", str(source), "--ignore", "*"]) == 1
+    assert "`--ignore` is for" in capsys.readouterr().err
 
 
 def test_what_cannot_be_done_is_said_and_nothing_is_written(tmp_path, capsys):

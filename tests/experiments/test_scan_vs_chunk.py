@@ -121,6 +121,8 @@ def test_resume_measures_only_what_is_missing(whole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(operators, "measure_case", fake)
     monkeypatch.setattr(main.drawing, "draw_all", lambda options, record: [])
+    assert main.run(ScanVsChunk(resume=directory, operator_seconds=0.0)) == 0
+    assert measured == []
     assert main.run(ScanVsChunk(resume=directory)) == 0
     assert measured == operators.cases(TINY)[5:]
 

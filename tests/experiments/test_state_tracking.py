@@ -86,7 +86,8 @@ def test_a_killed_run_is_readable_and_goes_on_as_the_unbroken_one(tmp_path, monk
 
 
 def test_an_unknown_arm_and_a_length_that_does_not_fit_are_refused():
-    for change in ({"parity_arms": ("delta3",)}, {"test_length": 20}, {"test_length": 8}):
+    names = ({"parity_arms": ("delta3",)}, {"permutation_arms": ("delta02", "delta3")})
+    for change in (*names, {"test_length": 20}, {"test_length": 8}):
         with pytest.raises(ValueError, match="arms|test_length"):
             state_tracking.cases(replace(TINY, **change))
 

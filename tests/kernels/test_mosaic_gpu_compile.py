@@ -48,8 +48,8 @@ KNOWN_SPILLS = {
     (128, "gated-delta"): {"chunk_gradients": 276},
     (256, "delta"): {"run_states": 104, "reverse_states": 16},
     (256, "gated-delta"): {"run_states": 192, "reverse_states": 128, "chunk_gradients": 16},
-    (64, "kda"): {"run_states": 44, "decayed_chunks": 72, "channel_gradients": 456},
-    (128, "kda"): {"decayed_chunks": 72, "channel_gradients": 456},
+    (64, "kda"): {"run_states": 44, "decayed_chunks": 484, "channel_gradients": 420},
+    (128, "kda"): {"decayed_chunks": 484, "channel_gradients": 420},
 }
 KERNELS = ("chunk_inverses", "run_states", "reverse_states", "chunk_gradients")
 CHANNEL_KERNELS = (

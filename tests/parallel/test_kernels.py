@@ -11,7 +11,7 @@ from deltanet_jax import parallel
 from deltanet_jax.core.recurrence import Problem
 from deltanet_jax.kernels.partition import over_devices
 from deltanet_jax.ops.variants import IMPLEMENTATIONS, Implementation
-from tests.cases import Inputs, Shape, layer_like
+from tests.cases import VARIANTS, Inputs, Shape, layer_like
 from tests.checks import assert_matches
 from tests.oracle import Expected, cotangents_for, expected
 
@@ -26,8 +26,10 @@ def _split(p: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize(
     ("variant", "implementation", "sizes"),
-    [("gated_delta", "pallas", {}), ("gated_delta", _split, {"data": 2})],
-    ids=["alone", "beside-the-batch"],
+    [
+        *(pytest.param(variant, "pallas", {}, id=variant) for variant in VARIANTS),
+        pytest.param("gated_delta", _split, {"data": 2}, id="beside-the-batch"),
+    ],
 )
 def test_kernels_start_from_the_state_that_enters_their_tokens(
     variant: str, implementation: Implementation, sizes: dict[str, int]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["BLOCK", "block_inverses", "lower_triangle", "rounded"]
+__all__ = ["BLOCK", "block_inverses", "lower_triangle", "rounded", "widened"]
 
 BLOCK = 16
 VECTOR = 4  # floats in one access
@@ -164,3 +164,32 @@ def _round(ctx, x):
     bits = x.bitcast(i32, output_is_signed=False)
     nearest = bits + utils.c(0x8000, i32)
     return (nearest & utils.c(-0x10000, i32)).bitcast(ir.F32Type.get())
+
+
+def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """16-bit `x` as float32, from the words that hold two numbers.
+
+    For bfloat16 in integers: next to a cast from float32 the cast back would make both go one
+    number at a time, at a quarter of the rate.
+    """
+    if interpret or x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_widen)(x)
+
+
+def _widen(ctx, x):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    del ctx
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((2,), f32)
+    wide = np.empty_like(x.registers)
+    for at, register in enumerate(x.registers.flat):
+        word = utils.bitcast(register, i32)
+        halves = arith.shli(word, utils.c(16, i32)), arith.andi(word, utils.c(-0x10000, i32))
+        wide.flat[at] = vector.from_elements(pair, [utils.bitcast(z, f32) for z in halves])
+    return type(x)(_registers=wide, _layout=x.layout, _is_signed=None)

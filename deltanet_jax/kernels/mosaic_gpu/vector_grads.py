@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
 from deltanet_jax.kernels.mosaic_gpu.backward_grads import SMALL_BETA
+from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
 
 __all__ = ["chunk_cotangents"]
 
@@ -35,18 +36,11 @@ SQUARE = (CHUNK, CHUNK)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about one launch; a program is one chunk of one head."""
+class Plan(ChunkPlan):
+    """A program is one chunk of one head."""
 
-    batch: int
-    chunks: int
-    heads: int
-    key_dim: int
     value_dim: int
-    dtype: jnp.dtype
     scale: float
-    delta: bool
-    interpret: bool
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -54,15 +48,11 @@ class Plan:
 
     @property
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = jax.ShapeDtypeStruct
-        chunk = (self.batch, self.chunks, self.heads)
-        keys = shape((self.batch, self.chunks * CHUNK, self.heads, self.key_dim), self.dtype)
-        pair = shape((*chunk, CHUNK, CHUNK), self.dtype)
-        outputs = {"queries": keys, "writes": keys, "scores": pair}
-        outputs |= {"kept": shape((*chunk, self.key_dim), jnp.float32)}
+        outputs = decayed_shapes(self)
         if self.delta:
-            outputs |= {"keys": keys, "overlaps": pair}
-            outputs |= {"beta": shape((*chunk, CHUNK), jnp.float32)}
+            outputs |= {"overlaps": outputs["scores"]}
+            vector = (self.batch, self.chunks, self.heads, CHUNK)
+            outputs |= {"beta": jax.ShapeDtypeStruct(vector, jnp.float32)}
         return outputs
 
 
@@ -211,8 +201,8 @@ def chunk_cotangents(made, beta, u, do, dv, states, dstates, *, scale, interpret
     """
     batch, chunks, heads, key_dim, value_dim = states.shape
     plan = Plan(
-        batch, chunks, heads, key_dim, value_dim, do.dtype,
-        float(scale), beta is not None, interpret is not None,
+        batch, chunks, heads, 1, key_dim, do.dtype,
+        beta is not None, interpret is not None, value_dim, float(scale),
     )  # fmt: skip
     inputs = {"do": do, "u": u, "state": states, "dstate": dstates}
     if plan.delta:

@@ -6,11 +6,17 @@ Rows of one chunk, `P(x, y)_ij = x_i Diag(exp(b_i - b_j)) y_j^T`::
     scores = tril(P(q, k))    M = stril(P(k, k))     T = (I + M beta_j)^-1
 
 With these the serial kernels see no gate but `kept`, which multiplies the rows of the state. The
-decay climbs `ladder`; a program does 32 channels at a time.
+decay climbs `ladder`, 32 channels at a time.
+
+All products are of single warps. Of tokens in different blocks of 16, the warp of the later block
+computes the scores and that of the earlier one, which would have nothing to do, the overlaps,
+transposed. The warpgroups of a program share nothing: each walks over chunks of its own, and loads
+the next channels while it decays these.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,183 +25,260 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import ladder, prep, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
 from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
+from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["SLICE", "SWIZZLE", "decayed_chunks"]
 
 CHUNK = tiles.CHUNK
-WIDTH = 64  # channels in shared memory
-SLICE = 32  # channels in registers
+SLICE = 32  # channels at a time
 SWIZZLE = 2 * SLICE  # bytes: a slice is one tile of its array
-SQUARE = (CHUNK, CHUNK)
+HALF = CHUNK // 2
+WARPGROUPS = 3  # of a program: what registers and shared memory hold
+# By size, what `i ^ j` has in common for a block of 16 tokens i and the one of the tokens j.
+DISTANCES = {16: (16,), 32: (32, 48)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about one launch; a program is one chunk of one head."""
+class Plan(ChunkPlan):
+    """With the walk of each warpgroup over the chunks."""
 
-    batch: int
-    chunks: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    dtype: jnp.dtype
-    delta: bool
     save: bool  # what the backward needs
-    interpret: bool
 
     @property
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = jax.ShapeDtypeStruct
-        chunk = (self.batch, self.chunks, self.heads)
-        keys = shape((self.batch, self.chunks * CHUNK, self.heads, self.key_dim), self.dtype)
-        pair = shape((*chunk, CHUNK, CHUNK), self.dtype)
-        outputs = {"queries": keys, "writes": keys, "scores": pair}
-        outputs |= {"kept": shape((*chunk, self.key_dim), jnp.float32)}
+        outputs = decayed_shapes(self)
+        pair = outputs["scores"]
         if self.delta:
-            outputs |= {"keys": keys, "inverse": pair}
-            outputs |= {"overlaps": pair} if self.save else {}
+            outputs |= {"inverse": pair} | ({"overlaps": pair} if self.save else {})
         return outputs
+
+    @property
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """Tiles through which the halves of the columns of pairs of tokens leave."""
+        saved = self.delta and self.save
+        return {"scores": ("queries", "writes")} | (
+            {"overlaps": ("keys", "spare")} if saved else {}
+        )
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.chunks * self.heads
+
+    @property
+    def programs(self) -> int:
+        return min(MULTIPROCESSORS, pl.cdiv(self.items, WARPGROUPS))
+
+    @property
+    def rounds(self) -> int:
+        return pl.cdiv(self.items, self.programs * WARPGROUPS)
+
+    @property
+    def slices(self) -> int:
+        return self.key_dim // SLICE
+
+
+class Panels(NamedTuple):
+    """Sums over channels of products within and between blocks of 16 tokens, `[C, 16]`."""
+
+    scores: jax.Array  # within
+    overlaps: jax.Array | None
+    between: dict[int, jax.Array]  # by distance; of overlaps in the rows of the earlier block
 
 
 def _scratch(plan: Plan) -> dict:
-    keys = tiles.tile(CHUNK, WIDTH, dtype=plan.dtype, swizzle=SWIZZLE)
-    buffers = dict.fromkeys(("q", "k", "writes", *_level_tiles()), keys)
-    buffers |= {"g": tiles.tile(CHUNK, WIDTH, dtype=jnp.float32)}
-    buffers |= {"exchange": plgpu.SMEM(warp.exchange_shape(SLICE, uniform=True), jnp.float32)}
-    buffers |= {"kept": plgpu.SMEM((WIDTH,), jnp.float32)}
+    def vector(size):
+        return plgpu.SMEM((WARPGROUPS, size), jnp.float32)
+
+    shape = (WARPGROUPS, CHUNK, SLICE)
+    keys = tiles.tile(*shape, dtype=plan.dtype, swizzle=SWIZZLE)
+    names = {"q", "k", "queries", "writes"} | {x for pair in plan.pairs.values() for x in pair}
+    buffers = dict.fromkeys(sorted(names | {"keys"} if plan.delta else names), keys)
+    buffers |= {"g": tiles.tile(*shape, dtype=jnp.float32), "kept": vector(SLICE)}
+    exchange = warp.exchange_shape(SLICE, uniform=True)
+    buffers |= {"exchange": plgpu.SMEM((WARPGROUPS, *exchange), jnp.float32)}
+    others = warp.other_rows_shape(SLICE)
+    buffers |= {"others": plgpu.SMEM((WARPGROUPS, *others), jnp.int32)}
     if plan.delta:
-        buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
-        buffers |= prep.inverse_buffers(plan.dtype)
+        inverse = prep.inverse_buffers(plan.dtype)
+        buffers |= {name: _for_all(x) for name, x in inverse.items()}
+        buffers |= {"beta": vector(CHUNK)}
     return buffers
 
 
-def _level_tiles() -> list[str]:
-    return [f"{x}{size}" for size in ladder.BETWEEN for x in "qk"]
+def _for_all(x):
+    """One such buffer for each warpgroup."""
+    return plgpu.SMEM((WARPGROUPS, *x.shape), x.dtype, transforms=x.transforms)
 
 
-def _plus_pairs(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
+def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
     """Adds the pairs of one size within blocks of 16 to `[C, 16]`."""
-    x, y = x.astype(plan.dtype), y.astype(plan.dtype)
     product = warp.block_products(x, y, interpret=plan.interpret)
     return jnp.where(ladder.pairs(size, BLOCK), panel + product, panel)
 
 
-def _slice(plan: Plan, buffers, at, panels):
-    """Decays 32 channels of the tiles.
+def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, jax.Array]:
+    """Adds the pairs of one size from 16."""
+    own = queries
+    if plan.delta:
+        own = warp.odd_rows(queries, keys, size, interpret=plan.interpret)
+    distances = DISTANCES[size]
+    others = warp.other_rows(keys, distances, buffers["others"], interpret=plan.interpret)
+    return sums | {
+        distance: warp.block_products(own, other, sums[distance], interpret=plan.interpret)
+        for distance, other in zip(distances, others, strict=True)
+    }
 
-    Returns `panels` plus the slice's share of the pairs of tokens within blocks of 16.
+
+def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
+    """Decays 32 channels, whose gates are `a`.
+
+    Returns what `decayed_chunks` stores of them by name, and `panels` plus their share.
     """
-    channels = slice(None), pl.ds(at, SLICE)
     exchange = functools.partial(
         warp.exchanged, scratch=buffers["exchange"], uniform=True, interpret=plan.interpret
     )
 
-    def keep(name, x):
-        buffers[name].at[channels][...] = x.astype(plan.dtype)
+    def low(x):
+        return x.astype(plan.dtype)
 
-    q, k = (tiles.matrix(buffers[x].at[channels]) for x in "qk")
-    blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"].at[channels], layout=tiles.MATRIX)))
-    scores, overlaps = panels
-    scores = _plus_pairs(plan, scores, q, k, 0)
+    blocks = ladder.single(a)
+    scores, overlaps, between = panels
+    scores = _within(plan, scores, low(q), low(k), 0)
     for size in ladder.SIZES:
-        queries, keys = q * blocks.factor, k * blocks.factor
+        queries, keys = low(q * blocks.factor), low(k * blocks.factor)
         if size in ladder.BETWEEN:
-            keep(f"q{size}", queries)
-            keep(f"k{size}", keys)
+            between = _between(plan, buffers, between, queries, keys, size)
         else:
-            scores = _plus_pairs(plan, scores, queries, keys, size)
+            scores = _within(plan, scores, queries, keys, size)
             if plan.delta:
-                overlaps = _plus_pairs(plan, overlaps, keys, keys, size)
+                overlaps = _within(plan, overlaps, keys, keys, size)
         blocks = ladder.doubled(blocks, size, exchange)
-    keep("q", q * blocks.from_start)
+    made = {"queries": low(q * blocks.from_start), "writes": low(k * blocks.to_end)}
     if plan.delta:
-        keep("k", k * blocks.from_start)
-    keep("writes", k * blocks.to_end)
-    warp.store_row(buffers["kept"].at[pl.ds(at, SLICE)], blocks.block, interpret=plan.interpret)
-    return scores, overlaps
+        made |= {"keys": low(k * blocks.from_start)}
+    return made | {"kept": blocks.block}, Panels(scores, overlaps, between)
 
 
-def _between(buffers, x: str) -> jax.Array:
-    """The products of the pairs of tokens in different blocks of 16."""
-    operands = [
-        (SQUARE, [(buffers[f"{x}{size}"], tiles.transposed(buffers[f"k{size}"]))])
-        for size in ladder.BETWEEN
-    ]
-    results = zip(ladder.BETWEEN, tiles.products(*operands), strict=True)
-    return sum(jnp.where(ladder.pairs(size), product, 0.0) for size, product in results)
+def _whole(within: jax.Array, between: dict[int, jax.Array]) -> jax.Array:
+    """The chunk of all these blocks."""
+    row = plgpu.broadcasted_iota(jnp.int32, within.shape, 0, layout=tiles.MATRIX)
+    row_block = lax.div(row, BLOCK)
+    columns = []
+    for column in range(CHUNK // BLOCK):
+        total = jnp.where(row_block == column, within, 0.0)
+        for distance, x in between.items():
+            later = column ^ distance // BLOCK
+            if later > column:
+                total = jnp.where(row_block == later, x, total)
+        columns.append(total)
+    return jnp.concatenate(columns, axis=1)
 
 
-def _whole(panel: jax.Array, between: jax.Array) -> jax.Array:
-    """The chunk whose blocks on the diagonal are those of the panel."""
-    i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=tiles.MATRIX) for axis in (0, 1))
-    spread = jnp.concatenate([panel] * (CHUNK // BLOCK), axis=1)
-    return between + jnp.where((i ^ j) < BLOCK, spread, 0.0)
+def _overlaps(plan: Plan, buffers, panels: Panels) -> jax.Array:
+    between = {}
+    for distance, x in panels.between.items():
+        between[distance] = warp.other_triangle(
+            x, distance, buffers["blocks"], interpret=plan.interpret
+        )
+        plgpu.commit_smem()
+    return _whole(panels.overlaps, between)
 
 
-def _finish(plan: Plan, refs, buffers, place, scores, overlaps) -> None:
-    """Stores the pairs of tokens, and the inverse."""
-    names = {"scores": "q16"}
-    buffers["q16"][...] = scores.astype(plan.dtype)
-    if plan.delta:
-        if plan.save:
-            buffers["q32"][...] = overlaps.astype(plan.dtype)
-            names |= {"overlaps": "q32"}
-        x = overlaps * tiles.over_columns(tiles.column(buffers["beta"]), SQUARE)
-        halves = prep.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+def _store_pairs(plan: Plan, refs, buffers, place, name: str, x: jax.Array) -> None:
+    halves = plan.pairs[name]
+    for at, tile in enumerate(halves):
+        buffers[tile][...] = x[:, at * HALF : (at + 1) * HALF].astype(plan.dtype)
     plgpu.commit_smem()
-    if plan.delta:
-        prep.copy_inverse(halves, refs["inverse"].at[place])
-    for name, tile in names.items():
-        plgpu.copy_smem_to_gmem(buffers[tile], refs[name].at[place])
-    plgpu.wait_smem_to_gmem(0)
+    for at, tile in enumerate(halves):
+        target = refs[name].at[(*place, slice(None), pl.ds(at * HALF, HALF))]
+        plgpu.copy_smem_to_gmem(buffers[tile], target)
+
+
+def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
+    """Stores the pairs of tokens, and the inverse."""
+    _settle()
+    _store_pairs(plan, refs, buffers, place, "scores", _whole(panels.scores, panels.between))
+    if not plan.delta:
+        return
+    overlaps = _overlaps(plan, buffers, panels)
+    if plan.save:
+        _store_pairs(plan, refs, buffers, place, "overlaps", overlaps)
+    plgpu.barrier_wait(loaded["beta"])
+    x = overlaps * tiles.over_columns(tiles.column(buffers["beta"]), overlaps.shape)
+    halves = prep.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+    plgpu.commit_smem()
+    prep.copy_inverse(halves, refs["inverse"].at[place])
+
+
+def _settle() -> None:
+    """The stores have read their tiles."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded = args
+    *refs, buffers, loaded, left = args
     refs = dict(zip(names, refs, strict=True))
-    item = lax.axis_index("program")
-    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-    batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
-    tokens = pl.ds(chunk * CHUNK, CHUNK)
-    place = batch, chunk, head
-    if plan.delta:
-        plgpu.copy_gmem_to_smem(refs["beta"].at[place], buffers["beta"], loaded["beta"])
-        plgpu.barrier_wait(loaded["beta"])
+    role, program = lax.axis_index("role"), lax.axis_index("program")
+    buffers = {name: x.at[role] for name, x in buffers.items()}
+    loaded = {name: x.at[role] for name, x in loaded.items()}
 
-    def part(at, sums):
-        scores, overlaps, *panels = sums
-        channels = pl.ds(at * WIDTH, WIDTH)
+    def place_of(i):
+        # Where nothing is left a warpgroup repeats the last chunk.
+        item = jnp.minimum((i * plan.programs + program) * WARPGROUPS + role, plan.items - 1)
+        head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
+        return lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
+
+    def keys_at(place, at):
+        batch, chunk, head = place
+        return batch, pl.ds(chunk * CHUNK, CHUNK), head, pl.ds(at * SLICE, SLICE)
+
+    def load(step):
+        own = keys_at(place_of(lax.div(step, plan.slices)), lax.rem(step, plan.slices))
+        batch, tokens, head, channels = own
         shared = batch, tokens, lax.div(head, plan.group), channels
-        own = batch, tokens, head, channels
-        for name, place in (("q", shared), ("k", shared), ("g", own)):
-            plgpu.copy_gmem_to_smem(refs[name].at[place], buffers[name], loaded["keys"])
+        for name, source in (("g", own), ("q", shared), ("k", shared)):
+            plgpu.copy_gmem_to_smem(refs[name].at[source], buffers[name], loaded["keys"])
+
+    def part(i, place, at, panels):
         plgpu.barrier_wait(loaded["keys"])
-
-        def step(i, panels):
-            return _slice(plan, buffers, pl.multiple_of(i * SLICE, SLICE), panels)
-
-        panels = lax.fori_loop(0, WIDTH // SLICE, step, tuple(panels))
+        a = jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX))
+        q, k = (tiles.matrix(buffers[x]) for x in "qk")
+        # All warps have read the tiles, which are then filled again.
         plgpu.commit_smem()
-        targets = {"queries": "q", "writes": "writes"} | ({"keys": "k"} if plan.delta else {})
-        for name, tile in targets.items():
-            plgpu.copy_smem_to_gmem(buffers[tile], refs[name].at[own])
-        kept = refs["kept"].at[batch, chunk, head, channels]
-        plgpu.copy_smem_to_gmem(buffers["kept"], kept)
-        scores += _between(buffers, "q")
-        if plan.delta:
-            overlaps += _between(buffers, "k")
-        # The tiles are filled again: by the next loads, or by what `_finish` stores.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        return scores, overlaps, *panels
+        following = i * plan.slices + at + 1
+        pl.when(following < plan.rounds * plan.slices)(lambda: load(following))
+        made, panels = _decay(plan, buffers, q, k, a, panels)
+        _settle()
+        kept = made.pop("kept")
+        for name, x in made.items():
+            buffers[name][...] = x
+        warp.store_row(buffers["kept"], kept, interpret=plan.interpret)
+        plgpu.commit_smem()
+        own = keys_at(place, at)
+        for name in made:
+            plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[own])
+        target = refs["kept"].at[(*place, own[-1])]
+        plgpu.copy_smem_to_gmem(buffers["kept"], target)
+        return panels
 
-    square, panel = (jnp.zeros((CHUNK, width), jnp.float32) for width in (CHUNK, BLOCK))
-    scores, overlaps, *panels = lax.fori_loop(
-        0, plan.key_dim // WIDTH, part, (square, square, panel, panel)
-    )
-    scores = _whole(panels[0], scores)
-    overlaps = _whole(panels[1], overlaps) if plan.delta else None
-    _finish(plan, refs, buffers, place, scores, overlaps)
+    def chunk(i, _):
+        place = place_of(i)
+        if plan.delta:
+            plgpu.copy_gmem_to_smem(refs["beta"].at[place], buffers["beta"], loaded["beta"])
+        zero = jnp.zeros((CHUNK, BLOCK), jnp.float32)
+        between = {x: zero for distances in DISTANCES.values() for x in distances}
+        panels = Panels(zero, zero if plan.delta else None, between)
+        panels = lax.fori_loop(0, plan.slices, functools.partial(part, i, place), panels)
+        _finish(plan, refs, buffers, loaded, place, panels)
+
+    load(0)
+    lax.fori_loop(0, plan.rounds, chunk, None)
+    plgpu.wait_smem_to_gmem(0)
+    # No warpgroup leaves while another multiplies.
+    plgpu.barrier_arrive(left)
+    plgpu.barrier_wait(left)
 
 
 def decayed_chunks(q, k, g, beta, *, save, interpret=None):
@@ -218,19 +301,21 @@ def decayed_chunks(q, k, g, beta, *, save, interpret=None):
     heads = g.shape[2]
     plan = Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, q.dtype,
-        beta is not None, save, interpret is not None,
+        beta is not None, interpret is not None, save,
     )  # fmt: skip
     inputs = {"q": q, "k": k, "g": g} | ({} if beta is None else {"beta": beta})
-    barriers = {"keys": plgpu.Barrier(num_arrivals=3)}
+    barriers = {"keys": plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS)}
     if plan.delta:
-        barriers |= {"beta": plgpu.Barrier()}
+        barriers |= {"beta": plgpu.Barrier(num_barriers=WARPGROUPS)}
     names = (*inputs, *plan.outputs)
     kernel = plgpu.kernel(
         tiles.named("decayed_chunks", functools.partial(_body, plan, names)),
         out_type=tuple(plan.outputs.values()),
-        scratch_types=(_scratch(plan), barriers),
-        grid=(plan.batch * plan.chunks * plan.heads,),
+        scratch_types=(_scratch(plan), barriers, plgpu.Barrier(num_arrivals=WARPGROUPS)),
+        grid=(plan.programs,),
         grid_names=("program",),
+        num_threads=WARPGROUPS,
+        thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

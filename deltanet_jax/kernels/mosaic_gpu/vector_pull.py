@@ -20,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import ladder, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu import ladder, lanes, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan
 from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.vector_prep import SLICE, SWIZZLE
 
@@ -32,17 +33,8 @@ SQUARE = (CHUNK, CHUNK)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about one launch; a program is one chunk of one head."""
-
-    batch: int
-    chunks: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    dtype: jnp.dtype
-    delta: bool
-    interpret: bool
+class Plan(ChunkPlan):
+    """A program is one chunk of one head."""
 
     @property
     def cotangents(self) -> tuple[str, ...]:
@@ -57,7 +49,7 @@ def _scratch(plan: Plan):
     keys = tiles.tile(*KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
     square = tiles.tile(*SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
     buffers = dict.fromkeys(("q", "k", *plan.cotangents), keys)
-    buffers |= {"g": tiles.tile(*KEYS, dtype=jnp.float32)}
+    buffers |= dict.fromkeys(("g", "dg"), tiles.tile(*KEYS, dtype=jnp.float32))
     buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
     for size in ladder.BETWEEN:
         buffers |= {f"q{size}": keys, f"k{size}": keys}
@@ -67,7 +59,8 @@ def _scratch(plan: Plan):
         buffers |= {f"exchange{'_up' * uniform}": plgpu.SMEM(shape, jnp.float32)}
     loaded = {
         "pairs": plgpu.Barrier(num_arrivals=len(plan.pairs)),
-        "keys": plgpu.Barrier(num_arrivals=4 + len(plan.cotangents)),
+        "keys": plgpu.Barrier(num_arrivals=4),
+        "cotangents": plgpu.Barrier(num_arrivals=len(plan.cotangents)),
     }
     return buffers, loaded
 
@@ -121,7 +114,7 @@ def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
     through, after = blocks.from_start, blocks.to_end
 
     def rounded(x):
-        return x.astype(plan.dtype).astype(jnp.float32)
+        return lanes.widened(x.astype(plan.dtype), interpret=plan.interpret)
 
     d_queries, d_writes, *d_keys = (tiles.matrix(buffers[x]) for x in plan.cotangents)
     d_through = rounded(through * q) * d_queries
@@ -136,8 +129,12 @@ def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
     return dq, dk, ladder.Sums(d_through, rounded(after * k) * d_writes, d_block)
 
 
-def _slice(plan: Plan, buffers, panels, diagonal) -> None:
-    """Replaces 32 channels of q, k and g by their gradients."""
+def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) -> dict:
+    """The gradients of 32 channels of q, k and g by name.
+
+    Calls `wait_cotangents` before the cotangents are read, and `load_next` when nothing reads q,
+    k and g any more.
+    """
     exchange = functools.partial(warp.exchanged, interpret=plan.interpret)
     up = functools.partial(exchange, scratch=buffers["exchange_up"], uniform=True)
     down = functools.partial(exchange, scratch=buffers["exchange"], uniform=False)
@@ -145,6 +142,9 @@ def _slice(plan: Plan, buffers, panels, diagonal) -> None:
     def load():
         # In 16 bits these take half of the registers between their uses.
         return (tiles.matrix(buffers[x]) for x in "qk")
+
+    def wide(x):
+        return lanes.widened(x, interpret=plan.interpret)
 
     blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX)))
     q, k = load()
@@ -160,19 +160,26 @@ def _slice(plan: Plan, buffers, panels, diagonal) -> None:
             d_queries, d_keys = _level_between(plan, buffers, size, queries, keys)
         dq += factor * d_queries
         dk += factor * d_keys
-        level = queries.astype(jnp.float32) * d_queries + keys.astype(jnp.float32) * d_keys
-        if size in ladder.WITHIN:
+        level = wide(queries) * d_queries + wide(keys) * d_keys
+        if size in ladder.WITHIN[:-1]:
             # Sooner than on the way down, when all of these would be waiting in registers.
             dg += ladder.gate_gradient(size, level, down)
+        elif size in ladder.WITHIN:
+            # The longest way; this one waits in the tile of its result.
+            buffers["dg"][...] = level
         else:
             levels[size] = level
         blocks = ladder.doubled(blocks, size, up)
+    wait_cotangents()
     dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
+    plgpu.commit_smem()
+    load_next()
     for size in reversed(ladder.SIZES):
-        d = ladder.transposed(d, size, levels[size], down)
-    buffers["q"][...] = dq.astype(plan.dtype)
-    buffers["k"][...] = dk.astype(plan.dtype)
-    buffers["g"][...] = dg + d.g
+        level = levels[size]
+        if size == ladder.WITHIN[-1]:
+            level = plgpu.load(buffers["dg"], layout=tiles.MATRIX)
+        d = ladder.transposed(d, size, level, down)
+    return {"dq": dq.astype(plan.dtype), "dk": dk.astype(plan.dtype), "dg": dg + d.g}
 
 
 def _body(plan: Plan, names, *args):
@@ -183,22 +190,30 @@ def _body(plan: Plan, names, *args):
     batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     first, *_ = ladder.BETWEEN
+    # The gradients of q and k leave through tiles of cotangents, which were read.
+    leave = {"dq": buffers["queries"], "dk": buffers["writes"], "dg": buffers["dg"]}
 
     def own(at):
         return batch, tokens, head, pl.ds(at * SLICE, SLICE)
 
-    def load(at):
+    def load_keys(at):
         channels = pl.ds(at * SLICE, SLICE)
         shared = batch, tokens, lax.div(head, plan.group), channels
         places = {"q": shared, "k": shared, "kept": (batch, chunk, head, channels)}
-        for name in ("q", "k", "g", "kept", *plan.cotangents):
+        for name in ("g", "q", "k", "kept"):
             source = refs[name].at[places.get(name, own(at))]
             plgpu.copy_gmem_to_smem(source, buffers[name], loaded["keys"])
 
+    def load_next(at):
+        pl.when((at + 1) * SLICE < plan.key_dim)(lambda: load_keys(at + 1))
+
+    def wait_cotangents():
+        plgpu.barrier_wait(loaded["cotangents"])
+
+    load_keys(0)
     for name in plan.pairs:
         source = refs[name].at[batch, chunk, head]
         plgpu.copy_gmem_to_smem(source, buffers[f"{name}{first}"], loaded["pairs"])
-    load(0)
     plgpu.barrier_wait(loaded["pairs"])
     panels = [_cut_pairs(plan, buffers, name) for name in plan.pairs]
     diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
@@ -206,12 +221,17 @@ def _body(plan: Plan, names, *args):
 
     def step(at, _):
         plgpu.barrier_wait(loaded["keys"])
-        _slice(plan, buffers, panels, diagonal)
-        plgpu.commit_smem()
-        for name in "qkg":
-            plgpu.copy_smem_to_gmem(buffers[name], refs[f"d{name}"].at[own(at)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when((at + 1) * SLICE < plan.key_dim)(lambda: load(at + 1))
+        for name in plan.cotangents:
+            source = refs[name].at[own(at)]
+            plgpu.copy_gmem_to_smem(source, buffers[name], loaded["cotangents"])
+        after = functools.partial(load_next, at)
+        gradients = _slice(plan, buffers, panels, diagonal, wait_cotangents, after)
+        for name, x in gradients.items():
+            leave[name][...] = x
+        plgpu.commit_smem()
+        for name, tile in leave.items():
+            plgpu.copy_smem_to_gmem(tile, refs[name].at[own(at)])
 
     lax.fori_loop(0, plan.key_dim // SLICE, step, None)
     plgpu.wait_smem_to_gmem(0)

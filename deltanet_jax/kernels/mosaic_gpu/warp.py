@@ -14,7 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
-__all__ = ["apply_blocks", "block_products", "exchange_shape", "exchanged", "store_row"]
+__all__ = [
+    "apply_blocks",
+    "block_products",
+    "exchange_shape",
+    "exchanged",
+    "odd_rows",
+    "other_rows",
+    "other_rows_shape",
+    "other_triangle",
+    "store_row",
+]
 
 LAYOUT = plgpu.Layout.WGMMA
 EIGHT = 8  # rows and columns of one register of a warp
@@ -127,21 +137,160 @@ def _store_row(ctx, ref, x):
         vector.store(register, ref, [arith.index_cast(index, place)])
 
 
-def block_products(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
-    """`x y^T` within blocks of 16 rows, `[C, 16]` float32, of 16-bit `[C, S]`."""
+def other_rows_shape(width: int) -> tuple[int, int]:
+    """Of the shared memory, int32, that `other_rows` of 16-bit `[C, width]` passes through."""
+    return width // BLOCK, 4 * 2 * CHUNK
+
+
+def other_rows(x: jax.Array, sizes, scratch, *, interpret: bool) -> list[jax.Array]:
+    """For every size, multiples of 16: row `i ^ size` of 16-bit `x`, `[C, S]`, for row `i`.
+
+    Between two calls all warps are to meet at another barrier.
+    """
+    if interpret:
+        return [_flipped(x, size) for size in sizes]
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
+    inlined = plgpu.inline_mgpu(
+        arg_types=(LAYOUT, plgpu.RefType()), return_type=[result] * len(sizes)
+    )
+    return inlined(functools.partial(_other_rows, sizes=sizes))(x, scratch)
+
+
+def _flipped(x: jax.Array, size: int) -> jax.Array:
+    for bit in (BLOCK, 2 * BLOCK):
+        if size & bit:
+            rows = x.reshape(-1, 2, bit, x.shape[1])
+            x = jnp.concatenate((rows[:, 1:], rows[:, :1]), axis=1).reshape(x.shape)
+    return x
+
+
+def _other_rows(ctx, x, scratch, *, sizes):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    del ctx
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    packed = ir.VectorType.get((4,), i32)
+    registers = _registers(x)
+    words = [_as_word(register) for register in registers.flat]
+    thread = arith.remui(utils.thread_idx(), utils.c(CHUNK * 2, i32))
+
+    def place(thread, at):
+        column = arith.muli(thread, utils.c(4, i32))
+        return [utils.c(at, index), arith.index_cast(index, column)]
+
+    rows = range(len(words) // 4)
+    for at in rows:
+        value = vector.from_elements(packed, words[4 * at : 4 * at + 4])
+        vector.store(value, scratch, place(thread, at))
+    utils.warpgroup_barrier()
+    results = []
+    for size in sizes:
+        other = arith.xori(thread, utils.c(size // BLOCK * WARP, i32))
+        moved = registers.copy()
+        for at in rows:
+            loaded = vector.load(packed, scratch, place(other, at))
+            for i in range(4):
+                word = vector.extract(loaded, dynamic_position=[], static_position=[i])
+                moved.flat[4 * at + i] = utils.bitcast(word, registers.flat[0].type)
+        results.append(_with_registers(x, moved))
+    return results
+
+
+def odd_rows(x: jax.Array, y: jax.Array, size: int, *, interpret: bool) -> jax.Array:
+    """Rows `i` of 16-bit `x` where `i & size`, and of `y` elsewhere; a size of at least 16."""
+    if interpret:
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        return jnp.where((row & size) != 0, x, y)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
+    body = functools.partial(_odd_rows, warps=size // BLOCK)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=result)(body)(x, y)
+
+
+def _odd_rows(ctx, x, y, *, warps: int):
+    """A choice of words: of 16-bit numbers it would be made one by one."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    bit = arith.andi(utils.thread_idx(), utils.c(WARP * warps, i32))
+    odd = arith.cmpi(arith.CmpIPredicate.ne, bit, utils.c(0, i32))
+    chosen = x.registers.copy()
+    for at, (a, b) in enumerate(zip(x.registers.flat, y.registers.flat, strict=True)):
+        chosen.flat[at] = utils.bitcast(arith.select(odd, _as_word(a), _as_word(b)), a.type)
+    return _with_registers(x, chosen)
+
+
+def other_triangle(x: jax.Array, size: int, scratch, *, interpret: bool) -> jax.Array:
+    """For row `i`, block `i ^ size` of 16 rows of `x`, transposed; `[C, 16]` float32.
+
+    Takes `[C, 16]` float32 of shared memory; all warps are to meet before its next use.
+    """
+    if interpret:
+        blocks = _flipped(x, size).reshape(-1, BLOCK, BLOCK)
+        return blocks.transpose(0, 2, 1).reshape(x.shape)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
+    inlined = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
+    return inlined(functools.partial(_other_triangle, warps=size // BLOCK))(x, scratch)
+
+
+def _other_triangle(ctx, x, scratch, *, warps: int):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref, vector
+
+    del ctx
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    x.store_untiled(scratch, optimized=False)
+    utils.warpgroup_barrier()
+    thread = utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
+    other = arith.muli(arith.xori(warp, utils.c(warps, i32)), utils.c(BLOCK, i32))
+    lane = arith.remui(thread, utils.c(WARP, i32))
+    row = arith.divui(lane, utils.c(4, i32))
+    column = arith.addi(other, arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32)))
+    registers = _registers(x)
+    moved = registers.copy()
+    for at in range(len(registers)):
+        for half in range(2):
+            source_column = arith.addi(row, utils.c(EIGHT * half, i32))
+            pair = []
+            for i in range(2):
+                source_row = arith.addi(column, utils.c(EIGHT * at + i, i32))
+                place = [arith.index_cast(index, z) for z in (source_row, source_column)]
+                pair.append(memref.load(scratch, place))
+            moved[at, half] = vector.from_elements(registers[at, half].type, pair)
+    return _with_registers(x, moved)
+
+
+def block_products(x: jax.Array, y: jax.Array, init=None, *, interpret: bool) -> jax.Array:
+    """`x y^T` within blocks of 16 rows, `[C, 16]` float32, of 16-bit `[C, S]`; plus `init`."""
     if interpret:
         x, y = (z.reshape(-1, BLOCK, z.shape[1]) for z in (x, y))
         out = jnp.einsum("bik,bjk->bij", x, y, preferred_element_type=jnp.float32)
-        return out.reshape(CHUNK, BLOCK)
+        return out.reshape(CHUNK, BLOCK) + (0.0 if init is None else init)
+    operands = (x, y) if init is None else (x, y, init)
     result = plgpu.ShapeDtypeStruct((CHUNK, BLOCK), jnp.float32, layout=LAYOUT)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=result)(_products)(x, y)
+    inlined = plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)
+    return inlined(_products)(*operands)
 
 
-def _products(ctx, x, y):
+def _products(ctx, x, y, init=None):
     """A register of the right operand holds columns of eight rows: rows of `y`, as it is."""
+    from jaxlib.mlir.dialects import vector
+
     del ctx
     x_registers, y_registers = _registers(x), _registers(y)
     sums = [None, None]
+    if init is not None:
+
+        def entry(register, at):
+            return vector.extract(register, dynamic_position=[], static_position=[at])
+
+        sums = [[entry(r, at) for r in pair for at in range(2)] for pair in _registers(init)]
     for at in range(0, len(x_registers), 2):
         left = [*x_registers[at], *x_registers[at + 1]]
         for half in range(2):
