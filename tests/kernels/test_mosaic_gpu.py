@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from deltanet_jax.kernels import mosaic_gpu
-from deltanet_jax.kernels.mosaic_gpu import split, support
+from deltanet_jax.kernels.mosaic_gpu import fused, serial, split, support
 from tests.kernels.gpu_problems import errors, inputs, problem
-from tests.tolerances import TOLERANCES
+from tests.oracle import cotangents_for, expected
+from tests.tolerances import TOLERANCES, relative_rms
 
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < support.OLDEST_JAX,
@@ -50,6 +51,31 @@ def test_kernels_equal_the_recurrence(case):
 @interpreted
 def test_the_hardest_keys_stay_within_8e_3():
     _check(inputs(T=64, cos=0.9, largest_beta=2.0), limits=(8e-3, 8e-3))
+
+
+@interpreted
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [{"T": 330}, {"T": 60}, {"T": 200, "HV": 2, "gate": 0.2, "segments": True}],
+    ids=["delta", "one-chunk", "gated-delta"],
+)
+def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case, save):
+    """With one multiprocessor every head is a program of its own."""
+    monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
+    covers, launches = fused.covers, []
+    monkeypatch.setattr(fused, "covers", lambda k, v, save: covers(k, v, save=False))
+    launch = fused.launch
+    monkeypatch.setattr(fused, "launch", lambda *a, **b: launches.append(a) or launch(*a, **b))
+    x = inputs(K=128, V=128, **case)
+    if save:
+        _check(x)
+    else:
+        o, state = _run(problem(x))
+        want = expected(x, cotangents_for(x))
+        assert relative_rms(np.asarray(o, np.float32), want.o) <= TOLERANCES["bfloat16"][0]
+        assert relative_rms(np.asarray(state), want.state) <= TOLERANCES["bfloat16"][0]
+    assert launches
 
 
 @interpreted

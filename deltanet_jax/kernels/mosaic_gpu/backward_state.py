@@ -75,9 +75,8 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
     return tiles.accumulate(*steps, interpret=plan.interpret)
 
 
-def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
+def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
-    wait, wait_scores, free = barriers
 
     def step(i, state):
         chunk = plan.chunks - 1 - i
@@ -89,10 +88,10 @@ def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
         if not plan.only_state:
             target = refs["dstates"].at[batch, chunk, head, :, columns]
             plgpu.copy_smem_to_gmem(own["state"], target)
-        tile = wait(i)
+        tile = turns.wait(i)
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-        state = _chunk(plan, refs, tile, lambda: wait_scores(i), tokens, list(state))
-        free(i)
+        state = _chunk(plan, refs, tile, lambda: turns.wait_scores(i), tokens, list(state))
+        turns.free(i)
         return state
 
     places = [(batch, head, rows, columns) for rows in plan.rows]

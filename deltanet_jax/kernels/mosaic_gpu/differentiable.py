@@ -113,12 +113,13 @@ def _token_vectors(x: jax.Array) -> jax.Array:
 
 def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
     """What the serial kernels read, from `q`, `k`, `beta` and the gate."""
-    from deltanet_jax.kernels.mosaic_gpu import prep, vector_prep
+    from deltanet_jax.kernels.mosaic_gpu import fused, prep, vector_prep
 
     q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
     if x["g"] is None:
         inverse = None
-        if beta is not None:
+        alone = call.pieces > 1 or not fused.covers(k, x["v"], save=save)
+        if beta is not None and alone:
             inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
         return {"inverse": inverse}
     out = vector_prep.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import fused, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["run_states", "state_maps"]
@@ -53,27 +53,38 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
     return dict(zip(names, total, strict=True))
 
 
-def _chunk(plan: Plan, tile, barriers, chunk, place, state):
+def _times_inverse(tile, error: jax.Array) -> list:
+    """The products of `error T^T`; `T` is one tile, or a tile for each half of its columns."""
+    if not isinstance(tile["inverse"], tuple):
+        return [(error, tiles.transposed(tile["inverse"]))]
+    middle = CHUNK // 2
+    parts = error[:, :middle], error[:, middle:]
+    halves = (tiles.transposed(half) for half in tile["inverse"])
+    return list(zip(parts, halves, strict=True))
+
+
+def _chunk(plan: Plan, tile, turns, chunk, place, state):
     """One chunk; returns the state after it, and `o^T` over `scale`."""
-    _, wait_scores, free = barriers
     # At K = 64, where two programs share a multiprocessor, registers hold one reading at a time.
     early = plan.key_dim > 64 and not plan.only_state
     read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
     write = u = _values(plan, tile, place)
     if plan.delta:
         error = (u - read["k"]).astype(plan.dtype)
-        pair = error, tiles.transposed(tile["inverse"])
-        u = tiles.product(SHAPE, pair, interpret=plan.interpret)
+        turns.wait_inverse(chunk)
+        u = tiles.product(SHAPE, *_times_inverse(tile, error), interpret=plan.interpret)
+        turns.free_inverse(chunk)
         write = u * _over_tokens(tile, "beta")
     steps = []
     if not plan.only_state:
         # The stores of the chunk before have read their tiles.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        turns.stored(chunk)
         if plan.save and plan.delta:
             _keep(plan, tile["u"], u)
         if not early:
             read |= _read(plan, tile, state, ("q",))
-        wait_scores(chunk)
+        turns.wait_scores(chunk)
         pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
         steps = [(read["q"], [pair])]
     if plan.gated:
@@ -83,7 +94,7 @@ def _chunk(plan: Plan, tile, barriers, chunk, place, state):
     for block, keys in zip(state, plan.key_blocks, strict=True):
         steps += [(block, [(added, tile[plan.writes].at[:, keys])])]
     done = tiles.accumulate(*steps, interpret=plan.interpret)
-    free(chunk)
+    turns.free(chunk)
     return done[-len(state) :], None if plan.only_state else done[0]
 
 
@@ -102,33 +113,33 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
     tiles.store_transposed(tile, x.astype(plan.dtype), interpret=plan.interpret)
 
 
-def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
+def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
 
-    def keep_state(state):
+    def keep_state(tile, state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
-            _keep(plan, own["state"].at[keys], block)
+            _keep(plan, tile["state"].at[keys], block)
 
-    def save_state(chunk):
+    def save_state(tile, chunk):
         target = refs["states"].at[batch, chunk, head, :, columns]
-        plgpu.copy_smem_to_gmem(own["state"], target)
+        plgpu.copy_smem_to_gmem(tile["state"], target)
 
     def step(chunk, state):
-        tile = barriers[0](chunk)
-        state, o = _chunk(plan, tile, barriers, chunk, place, list(state))
+        tile = turns.wait(chunk)
+        state, o = _chunk(plan, tile, turns, chunk, place, list(state))
         if plan.only_state:
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-        _keep(plan, own["o"], o * plan.scale)
+        _keep(plan, tile["o"], o * plan.scale)
         if plan.save:
-            keep_state(state)
+            keep_state(tile, state)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own["o"], refs["o"].at[tokens])
+        plgpu.copy_smem_to_gmem(tile["o"], refs["o"].at[tokens])
         if plan.save:
-            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(chunk + 1))
+            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(tile, chunk + 1))
             if plan.delta:
-                plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
+                plgpu.copy_smem_to_gmem(tile["u"], refs["u"].at[tokens])
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
@@ -136,9 +147,9 @@ def _walk(plan: Plan, refs, own, barriers, batch, head, columns):
         tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
     ]
     if plan.save:
-        keep_state(state)
+        keep_state(own, state)
         plgpu.commit_smem()
-        save_state(0)
+        save_state(own, 0)
     state = lax.fori_loop(0, plan.chunks, step, state)
     for at, block in zip(places, state, strict=True):
         tiles.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
@@ -163,7 +174,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
         v: `[B, T, HV, V]`.
-        inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
+        inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where `fused.covers`.
         state: The initial state, `[B, HV, K, V]` float32.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
@@ -175,7 +186,8 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
 
     Returns:
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
-        `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
+        `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`;
+        the `inverse` too if it was computed here.
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
@@ -190,6 +202,8 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
             own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
     inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, vectors, channels)
+    if plan.delta and inverse is None:
+        return fused.launch("run_states", plan, _walk, inputs, outputs, own, interpret=interpret)
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,

@@ -3,11 +3,14 @@
 Written against the layer below Pallas; the interpreter gets the same results from `jax.lax`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["BLOCK", "block_inverses", "rounded", "widened"]
+__all__ = ["BLOCK", "block_inverses", "lower_triangle", "rounded", "widened"]
 
 BLOCK = 16
 VECTOR = 4  # floats in one access
@@ -55,7 +58,7 @@ def _substitute(ctx, x, scratch):
     packed = ir.VectorType.get((VECTOR,), f32)
     x.store_untiled(scratch, optimized=False)
     utils.warp_barrier()
-    thread = utils.thread_idx()
+    thread = _thread()
     lane = arith.remui(thread, utils.c(BLOCK, i32))
     # Both halves of a warp solve the same rows; each stores half of the columns.
     warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
@@ -87,6 +90,56 @@ def _substitute(ctx, x, scratch):
         vector.store(vector.from_elements(packed, value), scratch, place)
     utils.warp_barrier()
     return type(x).load_untiled(scratch, layout=x.layout, optimized=False)
+
+
+def _thread():
+    """The index of this thread, as an effect.
+
+    Otherwise the compiler would hold what depends on it alone, such as all the unit vectors of
+    a substitution, in registers over a loop.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+
+
+def lower_triangle(x: jax.Array, *, strict: bool, interpret: bool) -> jax.Array:
+    """`x`, `[C, C]` float32, and zeros above its diagonal; on it too if `strict`."""
+    if interpret:
+        return jnp.tril(x, -1 if strict else 0)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    body = functools.partial(_lower, strict=strict)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(body)(x)
+
+
+def _lower(ctx, x, *, strict: bool):
+    """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    del ctx
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    thread = _thread()
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
+    lane = arith.remui(thread, utils.c(WARP, i32))
+    row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32)))
+    column = arith.muli(arith.remui(lane, utils.c(VECTOR, i32)), utils.c(2, i32))
+    ahead = arith.subi(row, column)
+    registers = x.registers.copy()
+    flat = registers.reshape(-1, 2)
+    for (block, half), register in np.ndenumerate(flat):
+        entries = []
+        for at in range(2):
+            least = 8 * block + at - 8 * half + strict
+            inside = arith.cmpi(arith.CmpIPredicate.sge, ahead, utils.c(least, i32))
+            entry = vector.extract(register, dynamic_position=[], static_position=[at])
+            entries.append(arith.select(inside, entry, utils.c(0.0, f32)))
+        flat[block, half] = vector.from_elements(register.type, entries)
+    return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
 def rounded(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -127,7 +180,6 @@ def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _widen(ctx, x):
-    import numpy as np
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector

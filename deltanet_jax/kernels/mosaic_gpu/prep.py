@@ -15,7 +15,6 @@ products) keep 16 bits of mantissa, tf32 would keep 11.
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
 
-__all__ = ["chunk_inverses", "inverse_buffers", "store_inverse"]
+__all__ = [
+    "HALF",
+    "below_diagonal",
+    "chunk_inverses",
+    "copy_inverse",
+    "inverse_buffers",
+    "store_inverse",
+]
 
 CHUNK = tiles.CHUNK
 BLOCK = lanes.BLOCK  # also the smallest depth of a product
@@ -51,14 +57,14 @@ def _sides(dtype) -> tuple[str, str]:
     return ("below_high", "below_low") if dtype == jnp.bfloat16 else ("left", "right")
 
 
-def inverse_buffers(dtype) -> dict:
-    """What `store_inverse` needs in shared memory."""
-    pair = tiles.tile(CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
+def inverse_buffers(dtype, *count: int) -> dict:
+    """What `store_inverse` needs in shared memory, `count` times."""
+    pair = tiles.tile(*count, CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
     buffers = {"below_high": pair, "below_low": pair, "inner_high": pair, "inner_low": pair}
     buffers |= {"new_high": pair, "new_low": pair}
-    buffers |= {"blocks": plgpu.SMEM((CHUNK, BLOCK), jnp.float32)}
+    buffers |= {"blocks": plgpu.SMEM((*count, CHUNK, BLOCK), jnp.float32)}
     return buffers | {
-        x: tiles.tile(CHUNK, HALF, dtype=dtype) for x in _sides(dtype) if x not in buffers
+        x: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for x in _sides(dtype) if x not in buffers
     }
 
 
@@ -141,18 +147,32 @@ def _inverse(x: jax.Array, blocks, below, inner, new, interpret: bool):
     return jnp.where(bottom, -corner, inverse), jnp.where(bottom, inverse, 0.0)
 
 
-def store_inverse(x: jax.Array, buffers, out, place, *, dtype, interpret: bool) -> None:
-    """Sends `(I + x)^-1` of a strictly lower triangular chunk to `out[place]`."""
+def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
+    """Stores `(I + x)^-1` of a strictly lower triangular chunk in two tiles, left and right half.
+
+    Until the inverse is read, nothing of `buffers` may be in use. `commit_smem` is the caller's.
+    """
     below = buffers["below_high"], buffers["below_low"]
     inner = buffers["inner_high"], buffers["inner_low"]
     new = buffers["new_high"], buffers["new_low"]
+    halves = tuple(buffers[name] for name in _sides(dtype))
     sides = _inverse(x, buffers["blocks"], below, inner, new, interpret)
-    for name, side in zip(_sides(dtype), sides, strict=True):
-        buffers[name][...] = side.astype(dtype)
-    plgpu.commit_smem()
-    for at, name in enumerate(_sides(dtype)):
-        target = out.at[(*place, slice(None), pl.ds(at * HALF, HALF))]
-        plgpu.copy_smem_to_gmem(buffers[name], target)
+    for half, side in zip(halves, sides, strict=True):
+        half[...] = side.astype(dtype)
+    return halves
+
+
+def copy_inverse(halves: tuple, out) -> None:
+    """Sends a stored inverse to `out`, `[C, C]` in device memory."""
+    for at, half in enumerate(halves):
+        plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
+
+
+def below_diagonal(plan, tile) -> jax.Array:
+    """`stril(D * (k k^T) * beta_j)` of a chunk."""
+    x = tiles.product((CHUNK, CHUNK), (tile["k"], tiles.transposed(tile["k"])))
+    x *= tiles.over_columns(tiles.column(tile["beta"]), x.shape)
+    return tiles.decayed(plan, tile, x, strict=True)
 
 
 def _body(plan: Plan, names, *args):
@@ -167,14 +187,10 @@ def _body(plan: Plan, names, *args):
         if name in buffers:
             plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
     plgpu.barrier_wait(loaded)
-    x = tiles.product((CHUNK, CHUNK), (buffers["k"], tiles.transposed(buffers["k"])))
-    mask = tiles.chunk_mask(operator.gt)
-    x *= tiles.over_columns(tiles.column(buffers["beta"]), x.shape)
-    if plan.gated:
-        x *= tiles.decay_matrix(tiles.row(buffers["b"]), tiles.column(buffers["b_column"]), mask)
-    x = jnp.where(mask, x, 0.0)
-    place = batch, chunk, head
-    store_inverse(x, buffers, refs["out"], place, dtype=plan.dtype, interpret=plan.interpret)
+    x = below_diagonal(plan, buffers)
+    halves = store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+    plgpu.commit_smem()
+    copy_inverse(halves, refs["out"].at[batch, chunk, head])
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -7,6 +7,8 @@ warpgroup issues loads, one or two chunks ahead, and computes the scores of each
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["WIDTH", "Plan", "inputs_of", "launch", "plan_for"]
+__all__ = ["WIDTH", "Plan", "Turns", "columns_of", "inputs_of", "launch", "plan_for"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -107,10 +109,33 @@ class Plan:
         return (200 if self.reverse else 184), 104
 
 
+class Turns(NamedTuple):
+    """How a computing warpgroup takes turns with those that serve it, for the i-th chunk."""
+
+    wait: Callable[[Any], dict]  # until it is loaded; returns its tiles
+    wait_scores: Callable[[Any], None]  # once a chunk
+    free: Callable[[Any], None]  # all of its tiles
+    # Where the inverse is computed in the same program:
+    wait_inverse: Callable[[Any], None] = lambda i: None
+    free_inverse: Callable[[Any], None] = lambda i: None  # and `q`
+    stored: Callable[[Any], None] = lambda i: None  # the outputs of the chunk before are
+
+
 def inputs_of(q, k, inverse, vectors, channels) -> dict:
     """The inputs of both serial kernels by name, without those that the call does not have."""
     inputs = {"q": q, "k": k, "inverse": inverse} | vectors | (channels or {})
     return {name: x for name, x in inputs.items() if x is not None}
+
+
+def columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:
+    """Warpgroups that compute in one program.
+
+    Shared memory holds the state and two stages of one warpgroup at K = 256; where programs are
+    few, alone on its multiprocessor a warpgroup is faster.
+    """
+    pairs = batch * heads * (value_dim + map_dim) // (2 * WIDTH)
+    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
+    return 1 if alone else 2
 
 
 def plan_for(
@@ -120,14 +145,10 @@ def plan_for(
     """The plan of a launch on `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[2:]
-    # Shared memory holds the state and two stages of one warpgroup at K = 256; where programs
-    # are few, alone on its multiprocessor a warpgroup is faster.
-    pairs = batch * heads * (value_dim + map_dim) // (2 * WIDTH)
-    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
         float(scale), "beta" in vectors, "b" in vectors, channels is not None,
-        save, map_dim, only_state, reverse, 1 if alone else 2,
+        save, map_dim, only_state, reverse, columns_of(batch, heads, key_dim, value_dim, map_dim),
         (*vectors, *(() if channels is None else ("kept",))), interpret is not None,
     )  # fmt: skip
 
@@ -228,7 +249,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
         def free(i):
             plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
 
-        walk(plan, refs, own, (wait, wait_scores, free), batch, head, columns)
+        walk(plan, refs, own, Turns(wait, wait_scores, free), batch, head, columns)
 
     @pl.when(role == plan.columns)
     def _():
@@ -248,9 +269,8 @@ def launch(
     Args:
         name: Of the kernel, in profiles.
         plan: The launch.
-        walk: `(plan, refs, own tiles, barriers, batch, head, columns)`. Of the barriers, `wait(i)`
-            returns the tiles of the i-th chunk in its order, `wait_scores(i)` says that its
-            scores are there (to be called once a chunk), `free(i)` gives all back.
+        walk: `(plan, refs, own tiles, turns, batch, head, columns)`, with chunks counted in the
+            order of the walk.
         inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
         outputs: Shapes by name.
         own: Scratch of each computing warpgroup: shapes of tiles by name.

@@ -3,6 +3,7 @@
 Imported lazily by the wrappers, because Pallas Mosaic GPU is not needed to import the package.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deltanet_jax.kernels.mosaic_gpu import lanes
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "chunk_mask",
     "column",
     "decay_matrix",
+    "decayed",
     "load_f32",
     "load_f32_transposed",
     "load_transposed",
@@ -190,10 +193,16 @@ def accumulate(*operands, interpret) -> list[jax.Array]:
     return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
 
 
+def decayed(plan, tile, x: jax.Array, *, strict: bool) -> jax.Array:
+    """`tril(D * x)` of the pairs of a chunk, or `stril` of it."""
+    lower = functools.partial(lanes.lower_triangle, strict=strict, interpret=bool(plan.interpret))
+    if plan.gated:
+        gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
+        x *= jnp.exp(lower(gap))
+    return lower(x)
+
+
 def scores(plan, tile) -> jax.Array:
     """`tril(D * (q k^T))` of a chunk."""
     x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
-    mask = chunk_mask()
-    if plan.gated:
-        x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
-    return jnp.where(mask, x, 0.0)
+    return decayed(plan, tile, x, strict=False)

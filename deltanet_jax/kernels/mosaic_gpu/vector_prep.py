@@ -208,9 +208,9 @@ def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
         _store_pairs(plan, refs, buffers, place, "overlaps", overlaps)
     plgpu.barrier_wait(loaded["beta"])
     x = overlaps * tiles.over_columns(tiles.column(buffers["beta"]), overlaps.shape)
-    prep.store_inverse(
-        x, buffers, refs["inverse"], place, dtype=plan.dtype, interpret=plan.interpret
-    )
+    halves = prep.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+    plgpu.commit_smem()
+    prep.copy_inverse(halves, refs["inverse"].at[place])
 
 
 def _settle() -> None:
