@@ -54,27 +54,21 @@ def test_the_hardest_keys_stay_within_8e_3():
 
 
 @interpreted
-@pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize(
     "case",
     [{"T": 330}, {"T": 60}, {"T": 200, "HV": 2, "gate": 0.2, "segments": True}],
     ids=["delta", "one-chunk", "gated-delta"],
 )
-def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case, save):
+def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case):
     """With one multiprocessor every head is a program of its own."""
     monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
-    covers, launches = fused.covers, []
-    monkeypatch.setattr(fused, "covers", lambda k, v, save: covers(k, v, save=False))
-    launch = fused.launch
+    launch, launches = fused.launch, []
     monkeypatch.setattr(fused, "launch", lambda *a, **b: launches.append(a) or launch(*a, **b))
     x = inputs(K=128, V=128, **case)
-    if save:
-        _check(x)
-    else:
-        o, state = _run(problem(x))
-        want = expected(x, cotangents_for(x))
-        assert relative_rms(np.asarray(o, np.float32), want.o) <= TOLERANCES["bfloat16"][0]
-        assert relative_rms(np.asarray(state), want.state) <= TOLERANCES["bfloat16"][0]
+    o, state = _run(problem(x))
+    want = expected(x, cotangents_for(x))
+    assert relative_rms(np.asarray(o, np.float32), want.o) <= TOLERANCES["bfloat16"][0]
+    assert relative_rms(np.asarray(state), want.state) <= TOLERANCES["bfloat16"][0]
     assert launches
 
 

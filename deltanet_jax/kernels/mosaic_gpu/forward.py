@@ -117,13 +117,13 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
 
-    def keep_state(tile, state):
+    def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
-            _keep(plan, tile["state"].at[keys], block)
+            _keep(plan, own["state"].at[keys], block)
 
-    def save_state(tile, chunk):
+    def save_state(chunk):
         target = refs["states"].at[batch, chunk, head, :, columns]
-        plgpu.copy_smem_to_gmem(tile["state"], target)
+        plgpu.copy_smem_to_gmem(own["state"], target)
 
     def step(chunk, state):
         tile = turns.wait(chunk)
@@ -133,13 +133,13 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
         _keep(plan, tile["o"], o * plan.scale)
         if plan.save:
-            keep_state(tile, state)
+            keep_state(state)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile["o"], refs["o"].at[tokens])
         if plan.save:
-            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(tile, chunk + 1))
+            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(chunk + 1))
             if plan.delta:
-                plgpu.copy_smem_to_gmem(tile["u"], refs["u"].at[tokens])
+                plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
@@ -147,9 +147,9 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
     ]
     if plan.save:
-        keep_state(own, state)
+        keep_state(state)
         plgpu.commit_smem()
-        save_state(own, 0)
+        save_state(0)
     state = lax.fori_loop(0, plan.chunks, step, state)
     for at, block in zip(places, state, strict=True):
         tiles.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
@@ -186,8 +186,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
 
     Returns:
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
-        `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`;
-        the `inverse` too if it was computed here.
+        `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
@@ -203,7 +202,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
             outputs |= {"u": shape(v.shape, v.dtype)}
     inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, vectors, channels)
     if plan.delta and inverse is None:
-        return fused.launch("run_states", plan, _walk, inputs, outputs, own, interpret=interpret)
+        return fused.launch("run_states", plan, _walk, inputs, outputs, interpret=interpret)
     return serial.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,

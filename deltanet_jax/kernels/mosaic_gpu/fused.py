@@ -12,7 +12,6 @@ when these have been stored.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,12 +24,8 @@ __all__ = ["covers", "launch"]
 
 CHUNK = tiles.CHUNK
 SERVERS = 2  # warpgroups that prepare; the turns below count on two
+KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
 REGISTERS = 176, 80  # of a warpgroup that computes, and of one that prepares
-
-
-def _depths(plan: Plan) -> tuple[int, int]:
-    """Chunks of `k` and of `v` in shared memory; the states that are saved take the rest."""
-    return (2, 2) if plan.save else (4, 3)
 
 
 def covers(k, v, *, save: bool) -> bool:
@@ -46,22 +41,20 @@ def covers(k, v, *, save: bool) -> bool:
 
 def _buffers(plan: Plan) -> dict:
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
-    key_depth, value_depth = _depths(plan)
-    buffers = {"k": tile(key_depth, CHUNK, plan.key_dim), "q": tile(SERVERS, CHUNK, plan.key_dim)}
-    buffers |= {"v": tile(value_depth, plan.columns, CHUNK, WIDTH)}
+    buffers = {"k": tile(KEYS, CHUNK, plan.key_dim), "q": tile(SERVERS, CHUNK, plan.key_dim)}
+    buffers |= {"v": tile(VALUES, plan.columns, CHUNK, WIDTH)}
     buffers |= {"scores": tile(SERVERS, CHUNK, CHUNK)}
-    buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((key_depth, CHUNK), jnp.float32))
+    buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((KEYS, CHUNK), jnp.float32))
     return buffers | {"inverse": prep.inverse_buffers(plan.dtype, SERVERS)}
 
 
 def _barriers(plan: Plan) -> dict:
     """Loads say `k`, `q`, `v`; the servers `ready`; those that compute the others."""
     every = functools.partial(plgpu.Barrier, num_arrivals=plan.columns)
-    key_depth, value_depth = _depths(plan)
     return {
-        "k": plgpu.Barrier(num_arrivals=1 + len(plan.vectors), num_barriers=key_depth),
+        "k": plgpu.Barrier(num_arrivals=1 + len(plan.vectors), num_barriers=KEYS),
         "q": plgpu.Barrier(num_barriers=SERVERS),
-        "v": plgpu.Barrier(num_barriers=plan.columns * value_depth),
+        "v": plgpu.Barrier(num_barriers=plan.columns * VALUES),
         "ready": plgpu.Barrier(num_barriers=SERVERS),
         "applied": every(num_barriers=SERVERS),
         "freed": every(num_barriers=SERVERS),
@@ -72,7 +65,6 @@ def _barriers(plan: Plan) -> dict:
 def _serve(plan: Plan, refs, buffers, barriers, place, server):
     """Loads `q` and `k` of every other chunk, and prepares its inverse and scores."""
     batch, head = place
-    depth, _ = _depths(plan)
 
     def load(name, i, stage):
         tokens = pl.ds(i * CHUNK, CHUNK)
@@ -80,7 +72,7 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         plgpu.copy_gmem_to_smem(source, buffers[name].at[stage], barriers[name].at[stage])
 
     def load_keys(i):
-        stage = lax.rem(i, depth)
+        stage = lax.rem(i, KEYS)
         load("k", i, stage)
         for name in plan.vectors:
             source, target = refs[name].at[batch, i, head], buffers[name].at[stage]
@@ -92,15 +84,8 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         server = lax.axis_index("role") - plan.columns
         inverse = {name: x.at[server] for name, x in buffers["inverse"].items()}
         i = SERVERS * turn + server
-        stage = lax.rem(i, depth)
+        stage = lax.rem(i, KEYS)
 
-        def renew_keys():
-            plgpu.barrier_wait(barriers["freed"].at[server])
-            following = i - SERVERS + depth
-            pl.when(following < plan.chunks)(lambda: load_keys(following))
-
-        if depth == SERVERS:
-            pl.when(turn > 0)(renew_keys)
         plgpu.barrier_wait(barriers["k"].at[stage])
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile["q"] = buffers["q"].at[server]
@@ -111,19 +96,21 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
             plgpu.barrier_wait(barriers["applied"].at[server])
             load("q", i, server)
 
-        if plan.save:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        halves = prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
-        if depth > SERVERS:
-            pl.when(turn > 0)(renew_keys)
+        prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
+
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(barriers["freed"].at[server])
+            following = i - SERVERS + KEYS
+            pl.when(following < plan.chunks)(lambda: load_keys(following))
+
         plgpu.barrier_wait(barriers["q"].at[server])
-        buffers["scores"].at[server][...] = tiles.scores(plan, tile).astype(plan.dtype)
+        scores = tiles.decayed(plan, tile, tiles.overlaps(tile), strict=False)
+        buffers["scores"].at[server][...] = scores.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers["ready"].at[server])
-        if plan.save:
-            prep.copy_inverse(halves, refs["inverse"].at[batch, i, head])
 
-    for i in range(0, depth, SERVERS):
+    for i in range(0, KEYS, SERVERS):
         pl.when(server + i < plan.chunks)(lambda i=i: load_keys(server + i))
     pl.when(server < plan.chunks)(lambda: load("q", server, server))
     turns = lax.div(plan.chunks + SERVERS - 1 - server, SERVERS)
@@ -134,31 +121,29 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         plgpu.barrier_wait(barriers["applied"].at[server])
         plgpu.barrier_wait(barriers["freed"].at[server])
 
-    plgpu.wait_smem_to_gmem(0)
     # No warpgroup may leave while another one still multiplies.
     plgpu.barrier_wait(barriers["end"].at[0])
 
 
-def _turns(plan: Plan, refs, buffers, own, barriers, place, role) -> Turns:
+def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
     """Of one computing warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
-    key_depth, value_depth = _depths(plan)
 
     def values(i):
-        stage = lax.rem(i, value_depth)
-        return buffers["v"].at[stage, role], barriers["v"].at[role * value_depth + stage]
+        stage = lax.rem(i, VALUES)
+        return buffers["v"].at[stage, role], barriers["v"].at[role * VALUES + stage]
 
     def load(i):
         source = refs["v"].at[batch, pl.ds(i * CHUNK, CHUNK), head, columns]
         plgpu.copy_gmem_to_smem(source, *values(i))
 
     def wait(i):
-        stage, server = lax.rem(i, key_depth), lax.rem(i, SERVERS)
+        stage, server = lax.rem(i, KEYS), lax.rem(i, SERVERS)
         v, loaded = values(i)
         plgpu.barrier_wait(barriers["k"].at[stage])
         plgpu.barrier_wait(barriers["q"].at[server])
         plgpu.barrier_wait(loaded)
-        tile = own | {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
+        tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile |= {name: buffers[name].at[server] for name in ("q", "scores")}
         halves = ("below_high", "below_low")
         inverse = tuple(buffers["inverse"][name].at[server] for name in halves)
@@ -168,10 +153,10 @@ def _turns(plan: Plan, refs, buffers, own, barriers, place, role) -> Turns:
         return lambda i: plgpu.barrier_arrive(barriers[name].at[lax.rem(i, SERVERS)])
 
     def stored(i):
-        ahead = i + value_depth - 1
+        ahead = i + VALUES - 1
         pl.when(jnp.logical_and(i > 0, ahead < plan.chunks))(lambda: load(ahead))
 
-    for i in range(min(value_depth, plan.chunks)):
+    for i in range(min(VALUES, plan.chunks)):
         load(i)
     return Turns(
         wait,
@@ -193,9 +178,8 @@ def _body(plan: Plan, walk, names, *args):
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         columns = pl.ds(role * WIDTH, WIDTH)
-        own = {x: ref.at[role] for x, ref in buffers["own"].items()}
-        turns = _turns(plan, refs, buffers, own, barriers, (batch, head, columns), role)
-        walk(plan, refs, own, turns, batch, head, columns)
+        turns = _turns(plan, refs, buffers, barriers, (batch, head, columns), role)
+        walk(plan, refs, {}, turns, batch, head, columns)
         plgpu.barrier_arrive(barriers["end"].at[0])
 
     @pl.when(role >= plan.columns)
@@ -204,21 +188,13 @@ def _body(plan: Plan, walk, names, *args):
         _serve(plan, refs, buffers, barriers, (batch, head), role - plan.columns)
 
 
-def launch(
-    name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict, *, interpret
-) -> dict:
+def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpret) -> dict:
     """Runs `walk` as `serial.launch` does, on inverses that are computed on the way."""
-    if plan.save:
-        sizes = (plan.batch, plan.chunks, plan.heads, CHUNK, CHUNK)
-        outputs = outputs | {"inverse": jax.ShapeDtypeStruct(sizes, plan.dtype)}
     names = (*inputs, *outputs)
-    # The outputs take the place of the values.
-    tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
-    buffers = {"own": {x: tile(*sizes) for x, sizes in own.items() if x != "o"}}
     kernel = plgpu.kernel(
         tiles.named(name, functools.partial(_body, plan, walk, names)),
         out_type=tuple(outputs.values()),
-        scratch_types=(buffers | _buffers(plan), _barriers(plan)),
+        scratch_types=(_buffers(plan), _barriers(plan)),
         grid=(plan.batch * plan.heads,),
         grid_names=("program",),
         num_threads=plan.columns + SERVERS,

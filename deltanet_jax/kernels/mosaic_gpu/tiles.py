@@ -29,6 +29,7 @@ __all__ = [
     "named",
     "over_columns",
     "over_rows",
+    "overlaps",
     "product",
     "products",
     "row",
@@ -194,7 +195,7 @@ def accumulate(*operands, interpret) -> list[jax.Array]:
 
 
 def decayed(plan, tile, x: jax.Array, *, strict: bool) -> jax.Array:
-    """`tril(D * x)` of the pairs of a chunk, or `stril` of it."""
+    """`tril(D * x)` of the pairs of a chunk, or `stril` of it, in few registers."""
     lower = functools.partial(lanes.lower_triangle, strict=strict, interpret=bool(plan.interpret))
     if plan.gated:
         gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
@@ -202,7 +203,15 @@ def decayed(plan, tile, x: jax.Array, *, strict: bool) -> jax.Array:
     return lower(x)
 
 
+def overlaps(tile) -> jax.Array:
+    """`q k^T` of a chunk."""
+    return product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
+
+
 def scores(plan, tile) -> jax.Array:
-    """`tril(D * (q k^T))` of a chunk."""
-    x = product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
-    return decayed(plan, tile, x, strict=False)
+    """`tril(D * (q k^T))` of a chunk, in fewer instructions than `decayed` makes it."""
+    x = overlaps(tile)
+    mask = chunk_mask()
+    if plan.gated:
+        x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
+    return jnp.where(mask, x, 0.0)
