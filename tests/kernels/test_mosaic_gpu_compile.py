@@ -117,9 +117,9 @@ def test_forward_and_backward_compile_for_an_h200(sizes, kind, capfd):
         assert stores <= known.get(name, 0), f"{name} spills more than is known"
 
 
-@pytest.mark.parametrize(("kind", "known"), [("delta", 8), ("gated-delta", 64)])
+@pytest.mark.parametrize(("kind", "known"), [("delta", 12), ("gated-delta", 64)])
 def test_the_forward_with_its_inverses_compiles_for_an_h200(kind, known, capfd):
-    """Alone, where every head has a multiprocessor."""
+    """Alone, where every head has a multiprocessor; 8 bytes on jax 0.11.2, 12 on 0.12.0.1."""
     found = spills(MANY, kind, capfd, backward=False)
     assert set(found) == {"run_states"}
     assert found["run_states"] <= known
