@@ -120,7 +120,7 @@ class ScanVsChunk:
 
 
 PRESETS = {
-    "cpu": ScanVsChunk(),
+    "cpu": ScanVsChunk(threads=2),
     "gpu": ScanVsChunk(
         preset="gpu",
         dtype="bfloat16",

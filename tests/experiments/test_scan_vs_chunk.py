@@ -208,7 +208,7 @@ def test_preset_sets_defaults_and_options_override_it():
     assert options.heads == 2
     assert options.lengths[-1] == 131072
     assert command_line.parse(["scan-vs-chunk", "--preset=gpu"]).lengths[-1] == 131072
-    assert command_line.parse(["scan-vs-chunk"]) == ScanVsChunk()
+    assert command_line.parse(["scan-vs-chunk"]) == PRESETS["cpu"]
 
 
 @pytest.mark.parametrize("name", ["scan-vs-chunk", "memory-capacity", "cache-size", "delta-as-sgd"])
