@@ -73,7 +73,7 @@ class ScanVsChunk:
     """Seconds after which no other operator is begun; `--resume` takes what is left."""
     threads: int = 0
     """Threads that compile all cases of a sweep before it is timed, and all models before they
-    are trained; by default each is compiled when its turn comes."""
+    are trained; with 0 each is compiled when its turn comes."""
     oracle_tokens: int = 4096
     """The float64 oracle covers the outputs of this many tokens, of one head."""
     gradient_tokens: int = 512
