@@ -145,7 +145,7 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         plgpu.barrier_wait(loaded)
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile |= {name: buffers[name].at[server] for name in ("q", "scores")}
-        halves = ("below_high", "below_low")
+        halves = prep.sides(plan.dtype)
         inverse = tuple(buffers["inverse"][name].at[server] for name in halves)
         return tile | {"v": v, "o": v, "inverse": inverse}
 

@@ -25,11 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
 
 __all__ = [
-    "HALF",
     "below_diagonal",
     "chunk_inverses",
     "copy_inverse",
     "inverse_buffers",
+    "sides",
     "store_inverse",
 ]
 
@@ -52,7 +52,7 @@ class Plan:
     interpret: bool
 
 
-def _sides(dtype) -> tuple[str, str]:
+def sides(dtype) -> tuple[str, str]:
     """Tiles for the halves of the result; in bfloat16 a pair that nothing reads any more."""
     return ("below_high", "below_low") if dtype == jnp.bfloat16 else ("left", "right")
 
@@ -64,7 +64,7 @@ def inverse_buffers(dtype, *count: int) -> dict:
     buffers |= {"new_high": pair, "new_low": pair}
     buffers |= {"blocks": plgpu.SMEM((*count, CHUNK, BLOCK), jnp.float32)}
     return buffers | {
-        x: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for x in _sides(dtype) if x not in buffers
+        x: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for x in sides(dtype) if x not in buffers
     }
 
 
@@ -155,10 +155,10 @@ def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     below = buffers["below_high"], buffers["below_low"]
     inner = buffers["inner_high"], buffers["inner_low"]
     new = buffers["new_high"], buffers["new_low"]
-    halves = tuple(buffers[name] for name in _sides(dtype))
-    sides = _inverse(x, buffers["blocks"], below, inner, new, interpret)
-    for half, side in zip(halves, sides, strict=True):
-        half[...] = side.astype(dtype)
+    halves = tuple(buffers[name] for name in sides(dtype))
+    parts = _inverse(x, buffers["blocks"], below, inner, new, interpret)
+    for half, part in zip(halves, parts, strict=True):
+        half[...] = part.astype(dtype)
     return halves
 
 
