@@ -274,7 +274,8 @@ def _finish(options: LanguageModel, record: Run) -> None:
     decoded = record.select(kind="decode")
     if decoded:
         _show_decoding(record, decoded)
-        title = (f"A language model of {options.layers} layers, {options.hidden_size} channels, "
+        layers = f"{options.layers} layer{'' if options.layers == 1 else 's'}"
+        title = (f"A language model of {layers}, {options.hidden_size} channels, "
                  f"{options.dtype}")  # fmt: skip
         with figures.style():
             figures.save(decoding.draw(decoded, title), record.directory, "decoding")
@@ -331,8 +332,7 @@ def draw(options: LanguageModel, record: Run, found: Mapping[str, tuple[Row, lis
         _draw_curve(curves, options, record, name, lanes, len(row["lanes"]))
         _draw_context(context, options, name, lanes)
     curves.set(title="In training", xlabel="step", ylabel="bits per byte")
-    ticks = [a + 1 for a, _ in _ranges(options.length) if a]
-    figures.powers_of_two_axis(context, "bytes of context", ticks[1::2] or ticks)
+    figures.powers_of_two_axis(context, "bytes of context", _contexts(options.length))
     context.set(title="Held out, by context", ylabel="bits per byte")
     curves.legend(loc="upper right")
     _draw_points(held_out, {n: lanes for n, (_, lanes) in arms.items()}, {})
@@ -365,12 +365,16 @@ def _draw_curve(
 
 
 def _draw_context(ax: Axes, options: LanguageModel, name: str, lanes: Sequence[Row]) -> None:
-    # Fewer than four bytes say more of the language than of the memory.
-    ranges = _ranges(options.length)
-    first = min(2, len(ranges) - 1)
-    x = [a + 1 for a, _ in ranges][first:]
+    x = _contexts(options.length)
     bits = np.asarray([lane["by_position"] for lane in lanes], float)
-    _band(ax, x, bits[:, first:], MODELS[name])
+    _band(ax, x, bits[:, -len(x) :], MODELS[name])
+
+
+def _contexts(length: int) -> list[int]:
+    """Where the ranges that are drawn begin, in bytes of context."""
+    # Fewer than four bytes say more of the language than of the memory.
+    starts = [a + 1 for a, _ in _ranges(length)]
+    return starts[min(2, len(starts) - 1) :]
 
 
 def _draw_points(

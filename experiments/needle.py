@@ -242,13 +242,11 @@ def draw(options: Needle, found: dict[str, dict[str, list[Row]]]) -> Figure:
             values, look = _by_length(lanes_of[name]), figures.MEMORIES[memory]
             figures.spread_line(ax, options.test_lengths, values, look)
         figures.powers_of_two_axis(ax, "tokens", options.test_lengths)
-        ax.axvline(options.length, color="black", ls="--", lw=0.9)
+        ax.axvline(options.length, color="black", ls="--", lw=0.9, label="length in training")
         ax.set(title=haystack.title, ylim=(0, 1.05))
-    lines[0].annotate("training", (options.length, 0), xytext=(3, 3), fontsize=7.5,
-                      textcoords="offset points")  # fmt: skip
     lines[0].set(ylabel="fraction right")
     handles, labels = lines[0].get_legend_handles_labels()
-    above.legend(handles, labels, loc="outside lower center", ncols=len(found))
+    above.legend(handles, labels, loc="outside lower center", ncols=len(handles))
     maps = below.subplots(1, len(found), squeeze=False, sharey=True)[0]
     for ax, (memory, lanes_of) in zip(maps, found.items(), strict=True):
         mean = np.mean([lane["accuracy"] for lane in lanes_of[MAPPED]], axis=0)
