@@ -64,7 +64,7 @@ class Needle(ModelSweep):
     steps: int = 400
     block: int = 50
     batch_size: int = 16
-    memories: tuple[str, ...] = ("delta", "gated-delta", "gated-linear", "linear")
+    memories: tuple[str, ...] = ("delta", "gated-delta", "linear")
     """Models, in the order of training."""
     length: int = 16
     """Tokens of a sequence in training."""
