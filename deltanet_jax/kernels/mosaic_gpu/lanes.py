@@ -8,95 +8,31 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["BLOCK", "block_inverses", "lower_triangle", "rounded", "widened"]
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+
+__all__ = [
+    "BLOCK",
+    "WARP",
+    "lower_triangle",
+    "rounded",
+    "store_lower_rows",
+    "thread_index",
+    "widened",
+]
 
 BLOCK = 16
 VECTOR = 4  # floats in one access
 WARP = 32
 
 
-def block_inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
-    """`(I + x_i)^-1` of every block of 16 rows, by substitution, one row to a thread.
-
-    As products these would be four dependent rounds through shared memory, each for a few
-    operations; a warp does a block in some 160 instructions on its own.
-
-    Args:
-        x: Strictly lower triangular blocks, one below the other, `[C, 16]` float32.
-        scratch: Shared memory, `[C, 16]` float32.
-        interpret: Whether the interpreter runs this.
-
-    Returns:
-        The inverses, in the place of their blocks.
-    """
-    if interpret:
-        blocks = x.reshape(-1, BLOCK, BLOCK)
-        eye = jnp.broadcast_to(jnp.eye(BLOCK), blocks.shape)
-        solved = jax.lax.linalg.triangular_solve(
-            blocks, eye, left_side=True, lower=True, unit_diagonal=True
-        )
-        return solved.reshape(x.shape)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    inlined = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
-    return inlined(_substitute)(x, scratch)
-
-
-def _substitute(ctx, x, scratch):
-    """A row `r` of the inverse solves `r (I + x) = e`: from the last column to the first.
-
-    A warp holds all 16 rows of its block of `x`, and reads nothing that another warp wrote.
-    """
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, math, vector
-
-    del ctx
-    f32, i32, index = ir.F32Type.get(), ir.IntegerType.get_signless(32), ir.IndexType.get()
-    packed = ir.VectorType.get((VECTOR,), f32)
-    x.store_untiled(scratch, optimized=False)
-    utils.warp_barrier()
-    thread = _thread()
-    lane = arith.remui(thread, utils.c(BLOCK, i32))
-    # Both halves of a warp solve the same rows; each stores half of the columns.
-    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
-    first = arith.index_cast(index, arith.muli(warp, utils.c(BLOCK, i32)))
-    zero, one = utils.c(0.0, f32), utils.c(1.0, f32)
-
-    def unit(j):
-        own = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(j, i32))
-        return arith.select(own, one, zero)
-
-    row = [unit(j) for j in range(BLOCK)]
-    for i in range(BLOCK - 1, 0, -1):
-        source = arith.addi(first, utils.c(i, index))
-        factor = arith.negf(row[i])
-        for j in range(0, i, VECTOR):
-            loaded = vector.load(packed, scratch, [source, utils.c(j, index)])
-            for at in range(min(VECTOR, i - j)):
-                entry = vector.extract(loaded, dynamic_position=[], static_position=[at])
-                row[j + at] = math.fma(factor, entry, row[j + at])
-    utils.warp_barrier()
-    target = arith.addi(first, arith.index_cast(index, lane))
-    half = arith.remui(arith.divui(thread, utils.c(BLOCK, i32)), utils.c(2, i32))
-    upper = arith.cmpi(arith.CmpIPredicate.eq, half, utils.c(1, i32))
-    column = arith.muli(arith.index_cast(index, half), utils.c(BLOCK // 2, index))
-    for j in range(0, BLOCK // 2, VECTOR):
-        columns = range(j, j + VECTOR)
-        value = [arith.select(upper, row[i + BLOCK // 2], row[i]) for i in columns]
-        place = [target, arith.addi(column, utils.c(j, index))]
-        vector.store(vector.from_elements(packed, value), scratch, place)
-    utils.warp_barrier()
-    return type(x).load_untiled(scratch, layout=x.layout, optimized=False)
-
-
-def _thread():
+def thread_index():
     """The index of this thread, as an effect.
 
-    Otherwise the compiler would hold what depends on it alone, such as all the unit vectors of
-    a substitution, in registers over a loop.
+    Otherwise the compiler would hold what depends on it alone, such as the addresses of a
+    substitution, in registers over a loop.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -123,7 +59,7 @@ def _lower(ctx, x, *, strict: bool):
 
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    thread = _thread()
+    thread = thread_index()
     warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
     lane = arith.remui(thread, utils.c(WARP, i32))
     row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32)))
@@ -140,6 +76,36 @@ def _lower(ctx, x, *, strict: bool):
             entries.append(arith.select(inside, entry, utils.c(0.0, f32)))
         flat[block, half] = vector.from_elements(register.type, entries)
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+
+def store_lower_rows(tile, unused, x: jax.Array, *, interpret: bool) -> None:
+    """Stores the rows from C / 2 on of 16-bit `x`, `[C, 32]`, to those of a tile.
+
+    The others overwrite those of `unused`, for a branch over them would cost more.
+    """
+    if interpret:
+        rows = pl.ds(CHUNK // 2, CHUNK // 2)
+        tile[rows] = x[CHUNK // 2 :]
+        return
+    width = 2 * x.shape[1]
+    reference = plgpu.RefType(
+        (plgpu.TilingTransform((8, x.shape[1])), plgpu.SwizzleTransform(width))
+    )
+    arguments = reference, reference, plgpu.Layout.WGMMA
+    plgpu.inline_mgpu(arg_types=arguments)(_store_lower_rows)(tile, unused, x)
+
+
+def _store_lower_rows(ctx, tile, unused, x):
+    """The rows of the last two warps."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    last = arith.andi(thread_index(), utils.c(2 * WARP, i32))
+    last = arith.cmpi(arith.CmpIPredicate.ne, last, utils.c(0, i32))
+    x.store_tiled(arith.select(last, tile, unused), swizzle=2 * x.shape[1])
 
 
 def rounded(x: jax.Array, *, interpret: bool) -> jax.Array:
