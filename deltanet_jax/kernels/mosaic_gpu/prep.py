@@ -63,16 +63,10 @@ def inverse_buffers(dtype, *count: int) -> dict:
     return buffers | {"blocks": plgpu.SMEM((*count, *scratch), jnp.float32)}
 
 
-def _store_pair(pair, x: jax.Array, interpret: bool) -> None:
-    """Stores `x` as the sum of two bfloat16 tiles."""
-    high = lanes.rounded(x, interpret=interpret)
-    pair[0][...] = high.astype(jnp.bfloat16)
-    pair[1][...] = (x - high).astype(jnp.bfloat16)
-
-
-def _product(x, y) -> jax.Array:
+def _product(x, y, interpret=None) -> jax.Array:
     """`x y` of two pairs, `[C, 32]`, without the product of the two low halves."""
-    return tiles.product((CHUNK, HALF), (x[0], y[0]), (x[0], y[1]), (x[1], y[0]))
+    pairs = (x[0], y[0]), (x[0], y[1]), (x[1], y[0])
+    return tiles.product((CHUNK, HALF), *pairs, interpret=interpret)
 
 
 def _rows(pair, first: int):
@@ -93,14 +87,15 @@ def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     low, below = buffers["low"], (buffers["below_high"], buffers["below_low"])
     row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=tiles.MATRIX)
     own = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
-    _store_pair(below, x[:, :HALF], interpret)
+    for half, value in zip(below, lanes.halves(x[:, :HALF], interpret=interpret), strict=True):
+        half[...] = value
     substitution.store_inverses(own, buffers["blocks"], results, low, interpret=interpret)
     plgpu.commit_smem()
-    # Of the rows of a left operand, as of `below` here, a warp reads its own alone.
-    _store_pair(below, _product(below, _rows((upper, low), 0)), interpret)
-    plgpu.commit_smem()
-    corner = _product((lower, low), _rows(below, HALF)).astype(dtype)
-    lanes.store_lower_rows(left, below[0], corner, interpret=interpret)
+    corner = _product((lower, low), _rows(below, HALF))
+    corner = _product(
+        lanes.halves(corner, interpret=interpret), _rows((upper, low), 0), interpret=interpret
+    )
+    lanes.store_lower_rows(left, below[0], corner.astype(dtype), interpret=interpret)
     return left, right
 
 

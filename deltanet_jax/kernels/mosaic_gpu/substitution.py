@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP, thread_index
+from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP, rest, rounded, thread_index
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = ["PAIR", "scratch_shape", "store_inverses"]
@@ -71,12 +71,12 @@ def _store_solved(x: jax.Array, results, low) -> None:
     ).reshape(x.shape)
     upper, lower = pl.ds(0, PAIR), pl.ds(PAIR, PAIR)
     for first, second in results:
-        rounded = solved.astype(first.dtype)
-        first[upper] = rounded[:PAIR]
+        value = solved.astype(first.dtype)
+        first[upper] = value[:PAIR]
         if second is None:
-            first[lower] = rounded[PAIR:]
+            first[lower] = value[PAIR:]
         else:
-            second[...] = rounded.at[:PAIR].set(0.0)
+            second[...] = value.at[:PAIR].set(0.0)
     low[...] = (solved - solved.astype(low.dtype).astype(solved.dtype)).astype(low.dtype)
 
 
@@ -181,11 +181,11 @@ def _store_result(place: _Place, first, second, own: list, mixed: list) -> None:
             for at in range(0, UPPER, UPPER // 2):
                 _write(second, place.upper_tile, _zeros(), at)
         tile = arith.select(place.first, tile, second)
-    _write(tile, place.own_tile, _packed(_rounded(own, kind)))
+    _write(tile, place.own_tile, _packed(rounded(own, kind)))
     with utils.when(place.on_diagonal):
         one = utils.c(ONE[kind], ir.IntegerType.get_signless(16))
         _write(tile, place.diagonal, one)
-    _write(tile, place.mixed_tile, _packed(_rounded(mixed, kind)))
+    _write(tile, place.mixed_tile, _packed(rounded(mixed, kind)))
     with utils.when(place.upper):
         _write(tile, place.right_tile, _zeros())
 
@@ -195,8 +195,8 @@ def _store_rest(place: _Place, low, own: list, mixed: list) -> None:
     from jax.experimental.mosaic.gpu import utils
 
     tile = utils.memref_ptr(low)
-    _write(tile, place.own_tile, _packed(_rounded(_rest(own), "bf16")))
-    _write(tile, place.mixed_tile, _packed(_rounded(_rest(mixed), "bf16")))
+    _write(tile, place.own_tile, _packed(rounded(rest(own), "bf16")))
+    _write(tile, place.mixed_tile, _packed(rounded(rest(mixed), "bf16")))
     with utils.when(place.upper):
         _write(tile, place.right_tile, _zeros())
 
@@ -205,31 +205,6 @@ def _plus_multiple(x: list, factor, y: list) -> list:
     from jaxlib.mlir.dialects import math
 
     return [math.fma(factor, b, a) for a, b in zip(x, y, strict=True)]
-
-
-def _rounded(numbers: list, kind: str) -> list:
-    """Words of two numbers, each made by one instruction."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    i32 = ir.IntegerType.get_signless(32)
-    instruction = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
-    return [
-        llvm.inline_asm(i32, pair, instruction, "=r,f,f", has_side_effects=False)
-        for pair in zip(numbers[::2], numbers[1::2], strict=True)
-    ]
-
-
-def _rest(numbers: list) -> list:
-    """The numbers minus their rounding to bfloat16."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
-    words = _rounded(numbers, "bf16")
-    halves = [half for word in words for half in (_shl(word, 16), _and(word, -0x10000))]
-    wide = [utils.bitcast(half, ir.F32Type.get()) for half in halves]
-    return [arith.subf(x, y) for x, y in zip(numbers, wide, strict=True)]
 
 
 def _read(pointer, first, count: int, after: int = 0) -> list:
