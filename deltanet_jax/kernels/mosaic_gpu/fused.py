@@ -89,7 +89,7 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         plgpu.barrier_wait(barriers["k"].at[stage])
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile["q"] = buffers["q"].at[server]
-        x = prep.below_diagonal(plan, tile)
+        x = prep.minus_overlaps(plan, tile)
 
         @pl.when(turn > 0)
         def _():
@@ -145,8 +145,7 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         plgpu.barrier_wait(loaded)
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile |= {name: buffers[name].at[server] for name in ("q", "scores")}
-        halves = prep.sides(plan.dtype)
-        inverse = tuple(buffers["inverse"][name].at[server] for name in halves)
+        inverse = tuple(buffers["inverse"][side].at[server] for side in prep.SIDES)
         return tile | {"v": v, "o": v, "inverse": inverse}
 
     def arrive(name):
