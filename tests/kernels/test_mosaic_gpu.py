@@ -30,22 +30,25 @@ def _check(x, dtype="bfloat16", limits=None):
         assert error <= limit, f"{name}: {error:.2e} above {limit}"
 
 
+CASES = {
+    "delta": {"T": 130},
+    "gated-delta": {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
+    "strong-gate": {"T": 70, "gate": 5.0},
+    "linear": {"T": 64, "delta": False},
+    "gated-linear": {"T": 70, "delta": False, "gate": 5.0},
+    "kda": {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
+    "strong-gla": {"T": 60, "delta": False, "gate": 20.0, "channels": True},
+    "values-128": {"T": 190, "H": 2, "HV": 4, "V": 128, "gate": 0.2, "segments": True},
+    "keys-128": {"T": 250, "K": 128, "delta": False, "gate": 0.2},
+    "both-256": {"T": 70, "K": 256, "V": 256, "gate": 0.2},
+    "kda-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "channels": True},
+}
+
+
 @interpreted
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"T": 130},
-        {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
-        {"T": 70, "gate": 5.0},
-        {"T": 64, "delta": False},
-        {"T": 70, "delta": False, "gate": 5.0},
-        {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
-        {"T": 60, "delta": False, "gate": 20.0, "channels": True},
-    ],
-    ids=["delta", "gated-delta", "strong-gate", "linear", "gated-linear", "kda", "strong-gla"],
-)
-def test_kernels_equal_the_recurrence(case):
-    _check(inputs(**case))
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_recurrence(name):
+    _check(inputs(**CASES[name]))
 
 
 @interpreted
@@ -80,7 +83,7 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case):
 )
 def test_split_sequences_equal_the_recurrence(monkeypatch, gate):
     monkeypatch.setattr(split, "pieces_of", lambda *sizes: 2)
-    _check(inputs(T=120, **gate))
+    _check(inputs(T=330, **gate))
 
 
 @interpreted

@@ -33,7 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu import launches, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
@@ -77,10 +77,21 @@ class Plan:
         return self.value_dim // self.value_block
 
     @property
+    def planes(self) -> tuple[tuple[str, ...], ...]:
+        """Of the cotangents, for every block of V."""
+        names, each = memory.planes_of(self.value_dim), self.value_block // memory.WIDTH
+        return tuple(names[i : i + each] for i in range(0, len(names), each))
+
+    @property
     def vectors(self) -> tuple[str, ...]:
         """Vectors to load; row and column views of one want two copies."""
         gates = ("b", "b_column", "rest") * self.gated
         return ("beta", "beta_column") * self.delta + gates
+
+    @property
+    def in_place(self) -> dict[str, str]:
+        """The gradients that take the place of a plane, which only their own item reads."""
+        return dict(zip(("dq", "dk"), memory.planes_of(self.value_dim), strict=False))
 
     @property
     def items(self) -> int:
@@ -96,11 +107,12 @@ class Plan:
 def _scratch(plan: Plan):
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
     keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
-    states = (plan.key_block, plan.value_block)
+    state = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
     vector, two = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((2, CHUNK), jnp.float32)
     buffers = {
-        "do": tile(*values), "u": tile(*values), "state": tile(*states), "dstate": tile(*states),
+        "do": tile(*values), "u": tile(*values),
+        "state": tile(*state), "dstate": tile(*state[::-1]),
         "q": tile(*keys), "k": tile(*keys), "dq": tile(*keys), "dk": tile(*keys), "y": tile(*pair),
     }  # fmt: skip
     if plan.delta:
@@ -118,7 +130,7 @@ def _scratch(plan: Plan):
     loaded = {
         "values": plgpu.Barrier(num_arrivals=2),
         "state": plgpu.Barrier(),
-        "dstate": plgpu.Barrier(),
+        "dstate": plgpu.Barrier(num_arrivals=len(plan.planes[0])),
         "keys": plgpu.Barrier(num_arrivals=2),
     }
     if plan.delta:
@@ -153,7 +165,8 @@ def _load(plan: Plan, refs, buffers, loaded, freed, item, step):
             plgpu.copy_gmem_to_smem(vector, target, loaded["vectors"])
         own = (batch, chunk, head, keys, values)
         plgpu.copy_gmem_to_smem(refs["state"].at[own], buffers["state"], loaded["state"])
-        plgpu.copy_gmem_to_smem(refs["dstate"].at[own], buffers["dstate"], loaded["dstate"])
+        own, sources = (batch, tokens, head, keys), [refs[name] for name in plan.planes[part]]
+        memory.load_planes(sources, own, buffers["dstate"], loaded["dstate"])
     pl.when(step > 0)(lambda: plgpu.barrier_wait(freed["keys"]))
     shared = (batch, tokens, key_head, keys)
     plgpu.copy_gmem_to_smem(refs["q"].at[shared], buffers["q"], loaded["keys"])
@@ -188,15 +201,10 @@ def _columns(plan: Plan, buffers, weights: str, keys: str) -> jax.Array:
 
 
 def _overlap(plan: Plan, buffers) -> jax.Array:
-    """`<S, G>` of this block, left spread over a vector; small squares keep registers free."""
-    squares = [
-        (pl.ds(i, CHUNK), pl.ds(j, CHUNK))
-        for i in range(0, plan.key_block, CHUNK)
-        for j in range(0, plan.value_block, CHUNK)
-    ]
-    return sum(
-        _dot_rows(buffers["state"].at[at], tiles.matrix(buffers["dstate"].at[at])) for at in squares
-    )
+    """`<S, G>` of this block, left spread over a vector."""
+    dot_rows = functools.partial(memory.dot_rows, interpret=plan.interpret)
+    rows = [pl.ds(i, CHUNK) for i in range(0, plan.key_block, CHUNK)]
+    return sum(dot_rows(buffers["state"].at[at], buffers["dstate"].at[:, at]) for at in rows)
 
 
 def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
@@ -210,8 +218,9 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
         plgpu.barrier_wait(loaded["state"])
         dq = product(shape, (buffers["do"], tiles.transposed(buffers["state"])), init=dq)
+        # Without a gate too: `dq` takes the place of what is loaded.
+        plgpu.barrier_wait(loaded["dstate"])
         if plan.gated:
-            plgpu.barrier_wait(loaded["dstate"])
             overlap.append(_overlap(plan, buffers))
             plgpu.commit_smem()
         if plan.vectors and part == 0:
@@ -280,7 +289,7 @@ def _key_products(plan: Plan, buffers, loaded, freed):
             plgpu.barrier_wait(loaded["state"])
             r = product(shape, (buffers["dv"], tiles.transposed(buffers["state"])), init=r)
         plgpu.barrier_wait(loaded["dstate"])
-        w = product(shape, (buffers["u"], tiles.transposed(buffers["dstate"])), init=w)
+        w = product(shape, (buffers["u"], buffers["dstate"]), init=w)
         plgpu.barrier_arrive(freed["values"])
     return w, diagonal, r
 
@@ -333,6 +342,7 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
 def _body(plan: Plan, names, *args):
     *refs, buffers, loaded, freed, handed = args
     refs = dict(zip(names, refs, strict=True))
+    refs |= {name: refs[place] for name, place in plan.in_place.items()}
     program, role = lax.axis_index("program"), lax.axis_index("role")
     steps = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
@@ -366,32 +376,40 @@ def _body(plan: Plan, names, *args):
         plgpu.barrier_wait(freed["keys"])
 
 
-def _launch(plan: Plan, inputs: dict, interpret):
+def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
     shape = jax.ShapeDtypeStruct
     tokens = plan.chunks * CHUNK
     keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
     vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
-    outputs = {"dq": keys, "dk": keys}
+    outputs = {} if "dk" in plan.in_place else {"dk": keys}
     if plan.delta:
         outputs |= {"dbeta": vector}
     if plan.gated:
         outputs |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
-    names = (*inputs, *outputs)
-    kernel = plgpu.kernel(
-        tiles.named("chunk_gradients", functools.partial(_body, plan, names)),
+    names = (*inputs, *cotangents, *outputs)
+    body, scratch = functools.partial(_body, plan, names), _scratch(plan)
+
+    def run(*refs):
+        pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="role")
+
+    kernel = pl.kernel(
+        tiles.named("chunk_gradients", run),
         out_type=tuple(outputs.values()),
-        scratch_types=_scratch(plan),
-        grid=(plan.programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="role",
+        mesh=plgpu.Mesh(
+            grid=(plan.programs,), grid_names=("program",), num_threads=3, thread_name="role"
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
         interpret=interpret,
     )
-    return dict(zip(outputs, kernel(*inputs.values()), strict=True))
+    arrays = inputs.values(), cotangents.values(), outputs.values()
+    held, out = launches.overwriting(kernel, *arrays)
+    held, out = (
+        dict(zip(names, x, strict=True)) for names, x in ((cotangents, held), (outputs, out))
+    )
+    return out | {name: held[place] for name, place in plan.in_place.items()}
 
 
-def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpret=None):
+def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, interpret=None):
     """`dq`, `dk`, `dbeta` and `db` of all chunks.
 
     Args:
@@ -401,7 +419,8 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
         do: Cotangent of the outputs, `[B, T, HV, V]`.
         dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
         states: State entering each chunk, `[B, N, HV, K, V]`.
-        dstates: Cotangent over `scale` of the state leaving it, the same shape.
+        cotangents: Of the state leaving each chunk, over `scale`: the `planes` by name, each
+            `[B, T, HV, K]`. `dq` and `dk` take the place of the first two.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
         scale: Factor on `q`.
@@ -420,12 +439,12 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
     # Persistent programs, one for each multiprocessor.
     programs = 2 if interpret else MULTIPROCESSORS
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
-    inputs = {"q": q, "k": k, "u": u, "do": do, "state": states, "dstate": dstates}
+    inputs = {"q": q, "k": k, "u": u, "do": do, "state": states}
     if plan.delta:
         inputs |= {"dv": dv, "beta": beta, "beta_column": beta}
     if plan.gated:
         inputs |= {"b": b, "b_column": b, "rest": b[..., -1:] - b}
-    out = _launch(plan, inputs, interpret)
+    out = _launch(plan, inputs, cotangents, interpret)
     dbeta = out["dbeta"].sum(0) if plan.delta else None
     if not plan.gated:
         return out["dq"], out["dk"], dbeta, None

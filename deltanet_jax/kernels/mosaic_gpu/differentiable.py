@@ -218,10 +218,11 @@ def _backward(
         offsets = reverse(zeros, only_state=True)["dstate"]
         maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
         dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
-    out = reverse(dstate)
-    dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
-    dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
-    values = (x.get("u", x["v"]), do, dv, x["states"], dstates)
+    cotangents = reverse(dstate)
+    dstate = cotangents.pop("dstate").reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+    cotangents = {name: split.unfold(y, call.pieces) for name, y in cotangents.items()}
+    dv = cotangents.pop("dv")
+    values = (x.get("u", x["v"]), do, dv, x["states"], cotangents)
     gradients = _channel_gradients if x["g"] is not None else _head_gradients
     return gradients(call, x, values) | {"v": dv, "state": dstate}
 
