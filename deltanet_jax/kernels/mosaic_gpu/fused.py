@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import prep, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, prep, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, columns_of
 
 __all__ = ["covers", "launch"]
@@ -105,7 +105,8 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
             pl.when(following < plan.chunks)(lambda: load_keys(following))
 
         plgpu.barrier_wait(barriers["q"].at[server])
-        scores = tiles.decayed(plan, tile, tiles.overlaps(tile), strict=False)
+        scores = tiles.decayed(plan, tile, tiles.overlaps(tile))
+        scores = lanes.lower_triangle(scores, strict=False, interpret=plan.interpret)
         buffers["scores"].at[server][...] = scores.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers["ready"].at[server])

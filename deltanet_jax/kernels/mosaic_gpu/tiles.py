@@ -3,7 +3,6 @@
 Imported lazily by the wrappers, because Pallas Mosaic GPU is not needed to import the package.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = [
@@ -194,13 +192,12 @@ def accumulate(*operands, interpret) -> list[jax.Array]:
     return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
 
 
-def decayed(plan, tile, x: jax.Array, *, strict: bool) -> jax.Array:
-    """`tril(D * x)` of the pairs of a chunk, or `stril` of it, in few registers."""
-    lower = functools.partial(lanes.lower_triangle, strict=strict, interpret=bool(plan.interpret))
-    if plan.gated:
-        gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
-        x *= jnp.exp(lower(gap))
-    return lower(x)
+def decayed(plan, tile, x: jax.Array) -> jax.Array:
+    """`D * x` of the pairs of a chunk; above the diagonal anything, not even finite."""
+    if not plan.gated:
+        return x
+    gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
+    return x * jnp.exp(gap)
 
 
 def overlaps(tile) -> jax.Array:
@@ -209,7 +206,7 @@ def overlaps(tile) -> jax.Array:
 
 
 def scores(plan, tile) -> jax.Array:
-    """`tril(D * (q k^T))` of a chunk, in fewer instructions than `decayed` makes it."""
+    """`tril(D * (q k^T))` of a chunk, in fewer instructions than `lanes` masks it."""
     x = overlaps(tile)
     mask = chunk_mask()
     if plan.gated:
