@@ -104,9 +104,12 @@ def copy_inverse(halves: tuple, out) -> None:
         plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
 
 
-def minus_overlaps(plan, tile) -> jax.Array:
-    """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything."""
-    x = tiles.product((CHUNK, CHUNK), (tile["k"], tiles.transposed(tile["k"])))
+def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
+    """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything.
+
+    `meanwhile` is called when the product has been started.
+    """
+    x = tiles.overlaps(tile, "k", meanwhile)
     x *= tiles.over_columns(-tiles.column(tile["beta"]), x.shape)
     return tiles.decayed(plan, tile, x)
 
