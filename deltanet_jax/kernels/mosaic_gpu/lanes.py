@@ -8,7 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
@@ -44,9 +43,13 @@ def thread_index():
 
 
 def lower_triangle(x: jax.Array, *, strict: bool, interpret: bool) -> jax.Array:
-    """`x`, `[C, C]` float32, and zeros above its diagonal; on it too if `strict`."""
+    """Square blocks of 32 or 64 rows, `[C, 32]` or `[C, C]` float32, with zeros above the diagonal.
+
+    On it too if `strict`.
+    """
     if interpret:
-        return jnp.tril(x, -1 if strict else 0)
+        blocks = x.reshape(-1, x.shape[1], x.shape[1])
+        return jnp.tril(blocks, -1 if strict else 0).reshape(x.shape)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
     body = functools.partial(_lower, strict=strict)
@@ -62,7 +65,8 @@ def _lower(ctx, x, *, strict: bool):
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     thread = thread_index()
-    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
+    warps = utils.c(x.shape[1] // BLOCK, i32)  # of a block
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), warps)
     lane = arith.remui(thread, utils.c(WARP, i32))
     row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32)))
     column = arith.muli(arith.remui(lane, utils.c(VECTOR, i32)), utils.c(2, i32))
@@ -80,34 +84,47 @@ def _lower(ctx, x, *, strict: bool):
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def store_lower_rows(tile, unused, x: jax.Array, *, interpret: bool) -> None:
-    """Stores the rows from C / 2 on of 16-bit `x`, `[C, 32]`, to those of a tile.
-
-    The others overwrite those of `unused`, for a branch over them would cost more.
-    """
+def store_lower_rows(tiles, arrays, *, interpret: bool) -> None:
+    """Stores the lower 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
     if interpret:
-        rows = pl.ds(CHUNK // 2, CHUNK // 2)
-        tile[rows] = x[CHUNK // 2 :]
+        for tile, x in zip(tiles, arrays, strict=True):
+            tile[...] = x[CHUNK // 2 :]
         return
-    width = 2 * x.shape[1]
-    reference = plgpu.RefType(
-        (plgpu.TilingTransform((8, x.shape[1])), plgpu.SwizzleTransform(width))
-    )
-    arguments = reference, reference, plgpu.Layout.WGMMA
-    plgpu.inline_mgpu(arg_types=arguments)(_store_lower_rows)(tile, unused, x)
+    width = 2 * BLOCK
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+    types = [(plgpu.RefType(transforms), plgpu.Layout.WGMMA) for _ in tiles]
+    operands = zip(tiles, arrays, strict=True)
+    plgpu.inline_mgpu(arg_types=types)(_store_lower_rows)(*operands)
 
 
-def _store_lower_rows(ctx, tile, unused, x):
-    """The rows of the last two warps."""
+def _store_lower_rows(ctx, *operands):
+    """Two warps store, in predicated instructions: a branch would cost registers all around.
+
+    A lane has the address of eight numbers in one of its warp's 16 rows, of the first or second
+    eight columns; of the next 16 columns it differs by one bit, swizzle or not.
+    """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
+    from jaxlib.mlir.dialects import arith, llvm
 
     del ctx
     i32 = ir.IntegerType.get_signless(32)
-    last = arith.andi(thread_index(), utils.c(2 * WARP, i32))
-    last = arith.cmpi(arith.CmpIPredicate.ne, last, utils.c(0, i32))
-    x.store_tiled(arith.select(last, tile, unused), swizzle=2 * x.shape[1])
+
+    def bits(value, shift: int, mask: int):
+        return arith.andi(arith.shrui(value, utils.c(shift, i32)), utils.c(mask, i32))
+
+    thread = thread_index()
+    row = arith.ori(bits(thread, 0, BLOCK - 1), bits(thread, 1, BLOCK))
+    part = arith.xori(bits(thread, 4, 1), bits(row, 1, 3))
+    place = arith.ori(arith.shli(row, utils.c(6, i32)), arith.shli(part, utils.c(4, i32)))
+    lower = arith.cmpi(arith.CmpIPredicate.ne, bits(thread, 6, 1), utils.c(0, i32))
+    instruction = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    for tile, x in operands:
+        base = llvm.ptrtoint(i32, utils.memref_ptr(tile))
+        for at, registers in enumerate(x.registers.reshape(-1, 4)):
+            address = arith.addi(base, arith.xori(place, utils.c(32 * at, i32)))
+            words = [utils.bitcast(register, i32) for register in registers]
+            utils.inline_ptx(instruction, address, *words, predicate=lower, has_side_effects=True)
 
 
 def halves(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -190,7 +207,7 @@ def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
 def _widen(ctx, x):
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
+    from jaxlib.mlir.dialects import vector
 
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)

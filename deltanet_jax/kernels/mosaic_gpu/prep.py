@@ -54,10 +54,10 @@ class Plan:
 
 def inverse_buffers(dtype, *count: int) -> dict:
     """What `store_inverse` needs in shared memory, `count` times."""
-    pair = tiles.tile(*count, CHUNK, HALF, dtype=jnp.bfloat16)
-    buffers = {name: pair for name in ("below_high", "below_low", "low")}
+    half, whole = (tiles.tile(*count, rows, HALF, dtype=jnp.bfloat16) for rows in (HALF, CHUNK))
+    buffers = {"below_high": half, "below_low": half, "low": whole}
     if dtype != jnp.bfloat16:
-        buffers |= {"high": pair}
+        buffers |= {"high": whole}
     buffers |= {side: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for side in SIDES}
     scratch = substitution.scratch_shape()
     return buffers | {"blocks": plgpu.SMEM((*count, *scratch), jnp.float32)}
@@ -69,12 +69,12 @@ def _product(x, y, interpret=None) -> jax.Array:
     return tiles.product((CHUNK, HALF), *pairs, interpret=interpret)
 
 
-def _rows(pair, first: int):
-    return tuple(half.at[pl.ds(first, HALF), :] for half in pair)
+def _rows(tile, first: int):
+    return tile.at[pl.ds(first, HALF), :]
 
 
 def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
-    """Stores `(I - x)^-1` of a strictly lower triangular chunk in two tiles, left and right half.
+    """Stores `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
 
     Until the inverse is read, nothing of `buffers` may be in use. `commit_smem` is the caller's.
     """
@@ -87,15 +87,14 @@ def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     low, below = buffers["low"], (buffers["below_high"], buffers["below_low"])
     row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=tiles.MATRIX)
     own = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
-    for half, value in zip(below, lanes.halves(x[:, :HALF], interpret=interpret), strict=True):
-        half[...] = value
+    own = lanes.lower_triangle(own, strict=True, interpret=interpret)
+    between = lanes.halves(x[:, :HALF], interpret=interpret)
+    lanes.store_lower_rows(below, between, interpret=interpret)
     substitution.store_inverses(own, buffers["blocks"], results, low, interpret=interpret)
     plgpu.commit_smem()
-    corner = _product((lower, low), _rows(below, HALF))
-    corner = _product(
-        lanes.halves(corner, interpret=interpret), _rows((upper, low), 0), interpret=interpret
-    )
-    lanes.store_lower_rows(left, below[0], corner.astype(dtype), interpret=interpret)
+    weights = lanes.halves(_product((lower, low), below), interpret=interpret)
+    corner = _product(weights, (_rows(upper, 0), _rows(low, 0)), interpret=interpret)
+    lanes.store_lower_rows((_rows(left, HALF),), (corner.astype(dtype),), interpret=interpret)
     return left, right
 
 
@@ -105,11 +104,14 @@ def copy_inverse(halves: tuple, out) -> None:
         plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
 
 
-def minus_overlaps(plan, tile) -> jax.Array:
-    """`-stril(D * (k k^T) * beta_j)` of a chunk."""
-    x = tiles.product((CHUNK, CHUNK), (tile["k"], tiles.transposed(tile["k"])))
+def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
+    """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything.
+
+    `meanwhile` is called when the product has been started.
+    """
+    x = tiles.overlaps(tile, "k", meanwhile)
     x *= tiles.over_columns(-tiles.column(tile["beta"]), x.shape)
-    return tiles.decayed(plan, tile, x, strict=True)
+    return tiles.decayed(plan, tile, x)
 
 
 def _body(plan: Plan, names, *args):
