@@ -42,6 +42,9 @@ __all__ = ["chunk_gradients"]
 CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
+# Barriers of one arrival, by a load or by the other warpgroup, and of both warpgroups.
+SINGLE = ("do", "u", "dv", "state", "ready", "free", "read", "made")
+FREED = ("values", "state", "keys")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,25 +106,29 @@ class Plan:
 
     @property
     def items(self) -> int:
-        return self.batch * self.runs * self.heads * self.key_blocks
+        return self.runs * self.batch * self.heads * self.key_blocks
 
-    def locate(self, item):
-        """Batch, run, head and block of K of one work item; heads are neighbours in memory."""
-        block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
-        head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
-        return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
+    def length(self, item):
+        """Chunks of one work item. Only the last run of a sequence may be shorter than others."""
+        last = self.chunks - (self.runs - 1) * self.stride
+        return jnp.where(item < self.items - self.items // self.runs, self.stride, last)
 
 
 class Place(NamedTuple):
-    """A chunk of a work item."""
+    """A chunk of a work item: of one run, head and block of K."""
 
-    step: Any  # chunks of this program before it
-    batch: Any
-    chunk: Any
-    head: Any
-    block: Any  # of K
-    stored: Any  # whether its state is; otherwise it was made from that of the chunk before
+    item: Any
+    turn: Any  # chunks of the item before it
+    step: Any  # chunks of the program before it
+    stored: Any  # whether its state is; otherwise it is made from that of the chunk before
     last: Any  # whether the next chunk is of another item
+
+    def locate(self, plan: Plan):
+        """Batch, chunk, head and block of K; heads are neighbours in memory."""
+        block, rest = lax.rem(self.item, plan.key_blocks), lax.div(self.item, plan.key_blocks)
+        head, rest = lax.rem(rest, plan.heads), lax.div(rest, plan.heads)
+        batch, run = lax.rem(rest, plan.batch), lax.div(rest, plan.batch)
+        return batch, run * plan.stride + self.turn, head, block
 
 
 def _unless(condition):
@@ -151,27 +158,23 @@ def _scratch(plan: Plan):
         buffers |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
+    # Few barriers with many places: the turns that a warpgroup counts are bits of one register.
+    single = plgpu.Barrier(num_barriers=len(SINGLE))
+    freed = plgpu.Barrier(num_arrivals=2, num_barriers=len(FREED))
     loaded = {
-        "do": plgpu.Barrier(),
-        "u": plgpu.Barrier(),
-        "state": plgpu.Barrier(),
         "dstate": plgpu.Barrier(num_arrivals=len(plan.planes[0])),
         "keys": plgpu.Barrier(num_arrivals=2),
     }
-    if plan.delta:
-        loaded |= {"dv": plgpu.Barrier()}
     if plan.vectors:
         loaded |= {"vectors": plgpu.Barrier(num_arrivals=len(plan.vectors))}
-    freed = dict.fromkeys(("values", "state", "keys"), plgpu.Barrier(num_arrivals=2))
-    handed = dict.fromkeys(("ready", "free", "read", "made"), plgpu.Barrier())
-    return buffers, loaded, freed, handed
+    return buffers, loaded, single, freed
 
 
 def _load(plan: Plan, refs, buffers, loaded, freed, place: Place):
     """Issues the loads of one chunk."""
-    batch, chunk, head = place.batch, place.chunk, place.head
+    batch, chunk, head, block = place.locate(plan)
     tokens = pl.ds(chunk * CHUNK, CHUNK)
-    keys = pl.ds(place.block * plan.key_block, plan.key_block)
+    keys = pl.ds(block * plan.key_block, plan.key_block)
 
     def wait(name, *, first):
         ready = functools.partial(plgpu.barrier_wait, freed[name])
@@ -205,13 +208,14 @@ def _load(plan: Plan, refs, buffers, loaded, freed, place: Place):
 
 def _store(buffers, names, refs, plan: Plan, place: Place):
     """Sends finished tiles and vectors to memory."""
-    keys = pl.ds(place.block * plan.key_block, plan.key_block)
+    batch, chunk, head, block = place.locate(plan)
+    keys = pl.ds(block * plan.key_block, plan.key_block)
     plgpu.commit_smem()
     for name in names:
         if name in ("dq", "dk"):
-            own = (place.batch, pl.ds(place.chunk * CHUNK, CHUNK), place.head, keys)
+            own = (batch, pl.ds(chunk * CHUNK, CHUNK), head, keys)
         else:
-            own = (place.block, place.batch, place.chunk, place.head)
+            own = (block, batch, chunk, head)
         plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[own])
 
 
@@ -403,7 +407,10 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
 
 
 def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded, freed, handed = args
+    *refs, buffers, loaded, single, freed = args
+    handed = {name: single.at[i] for i, name in enumerate(SINGLE)}
+    freed = {name: freed.at[i] for i, name in enumerate(FREED)}
+    loaded = loaded | handed
     refs = dict(zip(names, refs, strict=True))
     refs |= {name: refs[place] for name, place in plan.in_place.items()}
     program, role = lax.axis_index("program"), lax.axis_index("role")
@@ -411,20 +418,18 @@ def _body(plan: Plan, names, *args):
 
     def walk(work, *barriers):
         def run(i, step):
-            batch, run, head, block = plan.locate(program + i * plan.programs)
-            first = run * plan.stride
-            chunks = jnp.minimum(plan.stride, plan.chunks - first)
+            item = program + i * plan.programs
+            length = plan.length(item)
 
-            def chunk(i, step):
+            def chunk(turn, step):
                 own = buffers
                 if work is not _load:
                     own = buffers | {x: buffers[x].at[lax.rem(step, 2)] for x in plan.vectors}
-                ends = (i == 0, i + 1 == chunks) if plan.stride > 1 else (True, True)
-                place = Place(step, batch, first + i, head, block, *ends)
-                work(plan, refs, own, *barriers, place)
+                ends = (turn == 0, turn + 1 == length) if plan.stride > 1 else (True, True)
+                work(plan, refs, own, *barriers, Place(item, turn, step, *ends))
                 return step + 1
 
-            return lax.fori_loop(0, chunks, chunk, step)
+            return lax.fori_loop(0, length, chunk, step)
 
         lax.fori_loop(0, items, run, jnp.int32(0))
 
