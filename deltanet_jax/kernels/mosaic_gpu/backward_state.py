@@ -83,10 +83,13 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
 
     def store_cotangent(tokens):
+        # Asked for again: held in a register over the loop, it would make others spill.
+        part = lax.rem(lax.axis_index("program"), plan.slices)
+        plane = part * plan.columns + lax.axis_index("role")
         for i, name in enumerate(memory.planes_of(plan.value_dim)):
             target = refs[name].at[batch, tokens, head]
             store = functools.partial(plgpu.copy_smem_to_gmem, own["state"], target)
-            pl.when(columns.start == i * WIDTH)(store)
+            pl.when(plane == i)(store)
 
     def step(i, state):
         chunk = plan.chunks - 1 - i

@@ -128,14 +128,19 @@ def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
 
 
 def _fold(call: Call, tree: Any) -> Any:
+    """Every piece of the sequence as a row of the batch."""
     return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
 
 
-def _operands(call: Call, x: dict[str, Any]) -> tuple[Any, ...]:
-    """What both serial kernels read, piece by piece: q, k, the inverse and the gates by name."""
+def _unfold(call: Call, tree: Any) -> Any:
+    return jax.tree.map(lambda x: split.unfold(x, call.pieces), tree)
+
+
+def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
+    """What both serial kernels read: q, k, the inverse and the gates by name."""
     q, k = x.get("queries", x["q"]), x.get("keys", x["k"])
     gates = {"beta": x["beta"], "b": x["b"], "channels": x.get("channels")}
-    return _fold(call, (q, k, x.get("inverse"), gates))
+    return q, k, x.get("inverse"), gates
 
 
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,9 +156,10 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
     inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b, "g": g}
 
     def launch(x, state):
+        x = _fold(call, x)
         made = _decayed(call, x, save=save)
-        q, k, inverse, gates = _operands(call, x | made)
-        v = _fold(call, x["v"])
+        q, k, inverse, gates = _operands(x | made)
+        v = x["v"]
         gates |= {"interpret": call.interpret}
         maps = None
         if call.pieces > 1:
@@ -162,11 +168,9 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
         final = out.pop("final")
         final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
-        out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
         maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
-        made.update(out, final=final, maps=maps)
-        return made
+        return _unfold(call, made | out) | {"final": final, "maps": maps}
 
     return batched(launch)(inputs, x.state), inputs
 
@@ -208,23 +212,24 @@ def _backward(
     """The gradients of the inputs of `_forward`, that of the state over scale."""
     from deltanet_jax.kernels.mosaic_gpu import backward_state
 
-    q, k, inverse, gates = _operands(call, x)
+    maps = x["maps"]
+    x, do = _fold(call, (x | {"maps": None}, do))
+    q, k, inverse, gates = _operands(x)
     reverse = functools.partial(
-        backward_state.reverse_states, q, k, _fold(call, do), inverse,
+        backward_state.reverse_states, q, k, do, inverse,
         scale=call.scale, interpret=call.interpret, **gates,
     )  # fmt: skip
     if call.pieces > 1:
         zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
         offsets = reverse(zeros, only_state=True)["dstate"]
-        maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
+        maps = maps.reshape(-1, *maps.shape[2:])
         dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
     cotangents = reverse(dstate)
     dstate = cotangents.pop("dstate").reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
-    cotangents = {name: split.unfold(y, call.pieces) for name, y in cotangents.items()}
     dv = cotangents.pop("dv")
     values = (x.get("u", x["v"]), do, dv, x["states"], cotangents)
     gradients = _channel_gradients if x["g"] is not None else _head_gradients
-    return gradients(call, x, values) | {"v": dv, "state": dstate}
+    return _unfold(call, gradients(call, x, values) | {"v": dv}) | {"state": dstate}
 
 
 def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:

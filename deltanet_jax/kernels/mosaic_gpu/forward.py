@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import fused, lanes, serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import fused, lanes, memory, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["run_states", "state_maps"]
@@ -120,13 +120,14 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
+    stride = memory.stride(plan.value_dim, channels=plan.channels)
 
     def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
             _keep(plan, own["state"].at[keys], block)
 
     def save_state(chunk):
-        target = refs["states"].at[batch, chunk, head, :, columns]
+        target = refs["states"].at[batch, lax.div(chunk, stride), head, :, columns]
         plgpu.copy_smem_to_gmem(own["state"], target)
 
     def step(chunk, state):
@@ -136,12 +137,13 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
         _keep(plan, tile["o"], o * plan.scale)
+        kept = jnp.logical_and(chunk + 1 < plan.chunks, lax.rem(chunk + 1, stride) == 0)
         if plan.save:
-            keep_state(state)
+            pl.when(kept)(lambda: keep_state(state))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile["o"], refs["o"].at[tokens])
         if plan.save:
-            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(chunk + 1))
+            pl.when(kept)(lambda: save_state(chunk + 1))
             if plan.delta:
                 plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
         return state
@@ -190,7 +192,8 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
 
     Returns:
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
-        `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
+        `states` entering every `memory.stride`-th chunk `[B, N', HV, K, V]` and (delta rule) `u`
+        `[B, T, HV, V]`.
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
@@ -198,8 +201,9 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
     shape = jax.ShapeDtypeStruct
     outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
     if save:
-        chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
-        outputs |= {"states": shape(chunks, v.dtype)}
+        stored = -(-plan.chunks // memory.stride(plan.value_dim, channels=plan.channels))
+        states = (plan.batch, stored, plan.heads, plan.key_dim, plan.value_dim)
+        outputs |= {"states": shape(states, v.dtype)}
         own |= {"state": (plan.key_dim, WIDTH)}
         if plan.delta:
             own |= {"u": SHAPE}

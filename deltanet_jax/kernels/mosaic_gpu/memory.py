@@ -1,7 +1,11 @@
-"""How the cotangents of the states lie in memory: where the gradients of `q` and `k` can follow.
+"""How the states of the chunks and their cotangents lie in memory.
+
+With `stride` 2 only the states that enter the even chunks are stored; the one between two of them
+is made again where it is needed.
 
 The cotangent `G` of the state that leaves a chunk is stored transposed, in planes of 64 columns of
 V. A plane is an array `[B, T, HV, K]`: at the 64 tokens of a chunk it holds 64 rows of `G^T`.
+The gradients of `q` and `k` can take the place of the first two planes.
 """
 
 import jax
@@ -10,9 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import tiles
 
-__all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of"]
+__all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of", "stride"]
 
 WIDTH = tiles.CHUNK  # columns of V in a plane, which has a token for each of them
+
+
+def stride(value_dim: int, *, channels: bool) -> int:
+    """Of the chunks whose incoming state is stored.
+
+    It is 1 where the gradients read the state in parts, which leave none of it in shared memory.
+    """
+    return 1 if channels or value_dim > 128 else 2
 
 
 def planes_of(value_dim: int) -> tuple[str, ...]:

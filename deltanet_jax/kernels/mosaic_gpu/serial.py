@@ -114,7 +114,7 @@ class Plan:
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
-            return 240, 104
+            return 248, 104
         return 200, 104
 
 
