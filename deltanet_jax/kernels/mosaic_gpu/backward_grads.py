@@ -21,7 +21,7 @@ A persistent program per multiprocessor walks over (run of chunks, batch, head, 
 first state of a run is loaded, the next one made in its place:
 `S' = exp(b_C) S + (k * exp(b_C - b) beta)^T u`. One warpgroup computes `dq` and these states, one
 `dk`; the third only issues loads, each tile's next load as soon as both have used it, because the
-kernel is bound by memory (12.6 MFLOP for 190 KiB at K = V = 128, and 2.1 for the 32 KiB of a state).
+kernel is bound by memory (12.6 MFLOP for 190 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
 import dataclasses

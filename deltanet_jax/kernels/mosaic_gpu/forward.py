@@ -145,9 +145,11 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
-    state = [
-        tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
-    ]
+    if "start" in refs:
+        start = [refs["start"].at[place] for place in places]
+        state = [tiles.load_f32_transposed(x, interpret=plan.interpret) for x in start]
+    else:
+        state = [tiles.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
     if plan.save:
         keep_state(state)
         plgpu.commit_smem()
@@ -177,7 +179,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         k: The same shape.
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where `fused.covers`.
-        state: The initial state, `[B, HV, K, V]` float32.
+        state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
@@ -195,7 +197,8 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
-    outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
+    final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
+    outputs = {"o": shape(v.shape, v.dtype), "final": shape(final, jnp.float32)}
     if save:
         stored = -(-plan.chunks // memory.stride(plan.value_dim, channels=plan.channels))
         states = (plan.batch, stored, plan.heads, plan.key_dim, plan.value_dim)
@@ -204,7 +207,9 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         if plan.delta:
             own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, vectors, channels)
+    inputs = {"v": v} | serial.inputs_of(q, k, inverse, vectors, channels)
+    if state is not None:
+        inputs |= {"start": state}
     if plan.delta and inverse is None:
         return fused.launch("run_states", plan, _walk, inputs, outputs, interpret=interpret)
     return serial.launch(
