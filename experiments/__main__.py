@@ -12,6 +12,7 @@ from experiments.associative_retrieval import AssociativeRetrieval
 from experiments.associative_retrieval import run as run_associative_retrieval
 from experiments.cache_size import CacheSize
 from experiments.cache_size import run as run_cache_size
+from experiments.compiling import prefer_quick_compilation
 from experiments.delta_as_sgd import DeltaAsSgd
 from experiments.delta_as_sgd import run as run_delta_as_sgd
 from experiments.language_model import PRESETS as LANGUAGE_MODEL
@@ -106,6 +107,7 @@ def _preset(arguments: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one experiment; returns the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    prefer_quick_compilation()
     try:
         match options:
             case ScanVsChunk():

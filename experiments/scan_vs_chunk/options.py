@@ -43,17 +43,17 @@ class ScanVsChunk:
     """Sequences per call of an operator."""
     heads: int = 1
     """Heads per call of an operator."""
-    lengths: tuple[int, ...] = (256, 1024, 4096)
+    lengths: tuple[int, ...] = (128, 512, 2048)
     """T of the sweep over T, at `head_dim` and each implementation's default chunk."""
     head_dim: int = 64
     """K = V of the sweeps over T and over chunk sizes."""
     head_dims: tuple[int, ...] = (64, 128)
     """K = V of the sweep over head sizes."""
-    head_sweep_length: int = 256
+    head_sweep_length: int = 128
     """T of the sweep over head sizes."""
     chunk_sizes: tuple[int, ...] = (16, 64, 128)
     """C of the sweep over chunk sizes."""
-    chunk_sweep_length: int = 1024
+    chunk_sweep_length: int = 512
     """T of the sweep over chunk sizes."""
     sweep_forward: bool = False
     """Measure the forward pass alone in all sweeps, and not only over T."""
@@ -129,9 +129,9 @@ PRESETS = {
         head_dim=128,
         head_dims=(64, 128, 256),
         head_sweep_length=4096,
-        chunk_sizes=(16, 32, 64, 128, 256),
+        chunk_sizes=(16, 64, 128, 256),
         chunk_sweep_length=16384,
-        ratio_lengths=(512, 2048, 8192, 16384),
+        ratio_lengths=(512, 2048, 16384),
         repeats=20,
         case_seconds=0.25,
         once_above=0.8,

@@ -100,10 +100,8 @@ def _prepare(options: ScanVsChunk, plan: Plan) -> Ready:
     tokens = jax.ShapeDtypeStruct((plan.batch_size, plan.length), np.int32)
     # Some accelerators round the operands of float32 products; the forms would round differently.
     exact = "highest" if plan.config.compute_dtype == np.float32 else None
-    begin = time.perf_counter()
     with jax.default_matmul_precision(exact):
-        compiled = compile_ahead(step, state, tokens, donate_argnums=0)
-    seconds = time.perf_counter() - begin
+        compiled, seconds = compile_ahead(step, state, tokens, donate_argnums=0)
     return Ready(state, compiled, seconds, compiled.memory_analysis().temp_size_in_bytes)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import fused, memory, serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import fused, lanes, memory, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["run_states", "state_maps"]
@@ -53,8 +53,12 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
     return dict(zip(names, total, strict=True))
 
 
-def _times_inverse(tile, error: jax.Array) -> list:
+def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
     """The products of `error T^T`; `T` is one tile, or a tile for each half of its columns."""
+    if plan.precise:
+        parts = lanes.halves(error, interpret=plan.interpret)
+        return [(part, tiles.transposed(tile["inverse"])) for part in parts]
+    error = error.astype(plan.dtype)
     if not isinstance(tile["inverse"], tuple):
         return [(error, tiles.transposed(tile["inverse"]))]
     middle = CHUNK // 2
@@ -70,9 +74,9 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
     read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
     write = u = _values(plan, tile, place)
     if plan.delta:
-        error = (u - read["k"]).astype(plan.dtype)
+        error = u - read["k"]
         turns.wait_inverse(chunk)
-        u = tiles.product(SHAPE, *_times_inverse(tile, error), interpret=plan.interpret)
+        u = tiles.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
         turns.free_inverse(chunk)
         write = u * _over_tokens(tile, "beta")
     steps = []
