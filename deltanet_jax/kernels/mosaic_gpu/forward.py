@@ -120,7 +120,7 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
-    stride = memory.stride(plan.value_dim, channels=plan.channels)
+    stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
 
     def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
@@ -204,8 +204,9 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
     final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
     outputs = {"o": shape(v.shape, v.dtype), "final": shape(final, jnp.float32)}
     if save:
-        stored = -(-plan.chunks // memory.stride(plan.value_dim, channels=plan.channels))
-        states = (plan.batch, stored, plan.heads, plan.key_dim, plan.value_dim)
+        stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
+        runs = -(-plan.chunks // stride)
+        states = (plan.batch, runs, plan.heads, plan.key_dim, plan.value_dim)
         outputs |= {"states": shape(states, v.dtype)}
         own |= {"state": (plan.key_dim, WIDTH)}
         if plan.delta:
