@@ -38,8 +38,9 @@ CASES = {
     "gated-linear": {"T": 70, "delta": False, "gate": 5.0},
     "kda": {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
     "strong-gla": {"T": 60, "delta": False, "gate": 20.0, "channels": True},
-    "values-128": {"T": 190, "H": 2, "HV": 4, "V": 128, "gate": 0.2, "segments": True},
-    "keys-128": {"T": 250, "K": 128, "delta": False, "gate": 0.2},
+    "both-128": {"T": 190, "HV": 2, "K": 128, "V": 128},
+    "keys-128": {"T": 130, "K": 128, "delta": False},
+    "gated-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "segments": True},
     "both-256": {"T": 70, "K": 256, "V": 256, "gate": 0.2},
     "kda-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "channels": True},
 }
