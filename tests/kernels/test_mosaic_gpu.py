@@ -9,7 +9,7 @@ import pytest
 
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import fused, serial, split, support
-from tests.kernels.gpu_problems import errors, inputs, problem
+from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
 from tests.tolerances import TOLERANCES, relative_rms
 
@@ -38,8 +38,9 @@ CASES = {
     "gated-linear": {"T": 70, "delta": False, "gate": 5.0},
     "kda": {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
     "strong-gla": {"T": 60, "delta": False, "gate": 20.0, "channels": True},
-    "values-128": {"T": 190, "H": 2, "HV": 4, "V": 128, "gate": 0.2, "segments": True},
-    "keys-128": {"T": 250, "K": 128, "delta": False, "gate": 0.2},
+    "both-128": {"T": 190, "HV": 2, "K": 128, "V": 128},
+    "keys-128": {"T": 130, "K": 128, "delta": False},
+    "gated-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "segments": True},
     "both-256": {"T": 70, "K": 256, "V": 256, "gate": 0.2},
     "kda-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "channels": True},
 }
@@ -84,6 +85,17 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case):
 def test_split_sequences_equal_the_recurrence(monkeypatch, gate):
     monkeypatch.setattr(split, "pieces_of", lambda *sizes: 2)
     _check(inputs(T=330, **gate))
+
+
+@interpreted
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_no_initial_state_is_one_of_zeros(monkeypatch, pieces):
+    monkeypatch.setattr(split, "pieces_of", lambda *sizes: pieces)
+    x = inputs(T=128, delta=False)
+    zeros = outputs_and_gradients(_run, x | {"initial_state": 0 * x["initial_state"]}, "bfloat16")
+    del x["initial_state"]
+    for name, got in outputs_and_gradients(_run, x, "bfloat16").items():
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(zeros[name]))
 
 
 @interpreted

@@ -111,8 +111,9 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     places = [(batch, head, rows, columns) for rows in plan.rows]
     state = [tiles.load_f32(refs["end"].at[place]) for place in places]
     state = lax.fori_loop(0, plan.chunks, step, state)
-    for place, block in zip(places, state, strict=True):
-        refs["dstate"].at[place][...] = block
+    if "dstate" in refs:
+        for place, block in zip(places, state, strict=True):
+            refs["dstate"].at[place][...] = block
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -125,8 +126,9 @@ def _vectors(beta, b) -> dict:
 
 
 def reverse_states(
-    q, k, do, inverse, dstate, *, beta, b, channels=None, scale, only_state=False, interpret=None
-):
+    q, k, do, inverse, dstate, *,
+    beta, b, channels=None, scale, start=True, only_state=False, interpret=None,
+):  # fmt: skip
     """Cotangents of the values and of the state around every chunk.
 
     Args:
@@ -140,6 +142,7 @@ def reverse_states(
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
+        start: Whether to return `dstate`.
         only_state: Whether to return `dstate` alone.
         interpret: Interpreter parameters, or `None` for the device.
 
@@ -160,7 +163,7 @@ def reverse_states(
     if plan.delta:
         own |= {"error": SHAPE}
     shape = jax.ShapeDtypeStruct
-    outputs = {"dstate": shape(dstate.shape, jnp.float32)}
+    outputs = {"dstate": shape(dstate.shape, jnp.float32)} if start else {}
     if not only_state:
         plane = shape((*do.shape[:3], plan.key_dim), do.dtype)
         outputs |= {"dv": shape(do.shape, do.dtype)}

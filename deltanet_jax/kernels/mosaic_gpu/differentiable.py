@@ -26,7 +26,7 @@ class Arrays(NamedTuple):
     v: jax.Array  # [B, T, HV, V]
     g: jax.Array | None  # [B, T, HV], finite, or [B, T, HV, K]; float32
     beta: jax.Array | None  # [B, T, HV] float32
-    state: jax.Array  # [B, HV, K, V] float32
+    state: jax.Array | None  # [B, HV, K, V] float32; zeros where there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Call:
 
     scale: float
     pieces: int  # of the sequence, run in parallel
+    starts: bool  # from an initial state
     interpret: object  # None, or the interpreter's parameters
 
 
@@ -57,9 +58,10 @@ def chunkwise(
     reason = why_not(problem, chunk_size)
     if reason is not None:
         raise NotImplementedError(reason)
-    state = start_state(problem).astype(jnp.float32)
-    tokens = problem.q.shape[1]
-    if tokens == 0 or problem.v.size == 0:
+    tokens, starts = problem.q.shape[1], problem.initial_state is not None
+    empty = tokens == 0 or problem.v.size == 0
+    state = start_state(problem).astype(jnp.float32) if starts or empty else None
+    if empty:
         return problem.v, state
     if interpret is True:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -70,7 +72,7 @@ def chunkwise(
     (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
     pieces = split.pieces_of(B, -(-tokens // CHUNK), HV, K, V)
     arrays = Arrays(*(_pad(x, pieces * CHUNK) for x in parts), state)
-    o, final = _run(Call(problem.scale, pieces, interpret or None), arrays)
+    o, final = _run(Call(problem.scale, pieces, starts, interpret or None), arrays)
     return o[:, :tokens], final
 
 
@@ -164,6 +166,8 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         maps = None
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
+            if state is None:
+                state = jnp.zeros_like(offsets[:: call.pieces])
             state = split.chain(state, maps, offsets, call.pieces, reverse=False)
         out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
         final = out.pop("final")
@@ -201,7 +205,7 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
             d["v"],
             dg,
             None if d["beta"] is None else _token_vectors(d["beta"]),
-            d["state"] * call.scale,
+            None if d["state"] is None else d["state"] * call.scale,
         ),
     )
 
@@ -224,8 +228,10 @@ def _backward(
         offsets = reverse(zeros, only_state=True)["dstate"]
         maps = maps.reshape(-1, *maps.shape[2:])
         dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
-    cotangents = reverse(dstate)
-    dstate = cotangents.pop("dstate").reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+    cotangents = reverse(dstate, start=call.starts)
+    dstate = cotangents.pop("dstate", None)
+    if dstate is not None:
+        dstate = dstate.reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
     dv = cotangents.pop("dv")
     values = (x.get("u", x["v"]), do, dv, x["states"], cotangents)
     gradients = _channel_gradients if x["g"] is not None else _head_gradients

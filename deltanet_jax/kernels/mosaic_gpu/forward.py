@@ -120,7 +120,7 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
-    stride = memory.stride(plan.value_dim, channels=plan.channels)
+    stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
 
     def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
@@ -149,9 +149,11 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
-    state = [
-        tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
-    ]
+    if "start" in refs:
+        start = [refs["start"].at[place] for place in places]
+        state = [tiles.load_f32_transposed(x, interpret=plan.interpret) for x in start]
+    else:
+        state = [tiles.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
     if plan.save:
         keep_state(state)
         plgpu.commit_smem()
@@ -181,7 +183,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         k: The same shape.
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where `fused.covers`.
-        state: The initial state, `[B, HV, K, V]` float32.
+        state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
@@ -199,16 +201,20 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
-    outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
+    final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
+    outputs = {"o": shape(v.shape, v.dtype), "final": shape(final, jnp.float32)}
     if save:
-        stored = -(-plan.chunks // memory.stride(plan.value_dim, channels=plan.channels))
-        states = (plan.batch, stored, plan.heads, plan.key_dim, plan.value_dim)
+        stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
+        runs = -(-plan.chunks // stride)
+        states = (plan.batch, runs, plan.heads, plan.key_dim, plan.value_dim)
         outputs |= {"states": shape(states, v.dtype)}
         own |= {"state": (plan.key_dim, WIDTH)}
         if plan.delta:
             own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, vectors, channels)
+    inputs = {"v": v} | serial.inputs_of(q, k, inverse, vectors, channels)
+    if state is not None:
+        inputs |= {"start": state}
     if plan.delta and inverse is None:
         return fused.launch("run_states", plan, _walk, inputs, outputs, interpret=interpret)
     return serial.launch(

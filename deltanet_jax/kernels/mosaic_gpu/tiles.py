@@ -36,6 +36,7 @@ __all__ = [
     "store_transposed",
     "tile",
     "transposed",
+    "zeros",
 ]
 
 MATRIX = plgpu.Layout.WGMMA
@@ -87,6 +88,11 @@ def store_f32_transposed(ref, x: jax.Array, *, interpret) -> None:
         ref[...] = x.T
     else:
         transposed(ref)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """In float32 registers."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
 
 
 def matrix(ref) -> jax.Array:
