@@ -90,15 +90,10 @@ class Plan:
 
     @property
     def score_tiles(self) -> int:
-        """Tiles for `tril(D * (q k^T))` where it is computed.
-
-        With two the scores are ready before their chunk begins. At K = 256 there is one where the
-        vectors of a gate and a tile of the state leave no room in shared memory for another.
-        """
+        """Tiles for `tril(D * (q k^T))` where it is computed; shared memory has one at K = 256."""
         if self.map_dim or self.channels:
             return 0
-        full = self.key_dim > 128 and self.gated and (self.save or self.reverse)
-        return 1 if full else 2
+        return 2 if self.key_dim <= 128 else 1
 
     @property
     def stages(self) -> int:
