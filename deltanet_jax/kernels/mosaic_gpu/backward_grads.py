@@ -44,7 +44,7 @@ CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
 # Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
-SINGLE = ("do", "u", "dv", "state", "ready", "free", "read", "made")
+SINGLE = ("dv", "state", "ready", "free", "read", "made")
 FREED = ("values", "state", "keys")
 
 
@@ -165,6 +165,7 @@ def _scratch(plan: Plan):
     freed = plgpu.Barrier(num_arrivals=2, num_barriers=len(FREED))
     loaded = {
         "dstate": plgpu.Barrier(num_arrivals=len(plan.planes[0])),
+        "values": plgpu.Barrier(num_arrivals=2),
         "keys": plgpu.Barrier(num_arrivals=2),
     }
     if plan.vectors:
@@ -183,7 +184,8 @@ def _load(plan: Plan, refs, buffers, loaded, freed, place: Place):
         pl.when(place.step > 0)(ready) if first else ready()
 
     def load(name, *index):
-        plgpu.copy_gmem_to_smem(refs[name].at[index], buffers[name], loaded[name])
+        barrier = loaded["values" if name in ("do", "u") else name]
+        plgpu.copy_gmem_to_smem(refs[name].at[index], buffers[name], barrier)
 
     for part in range(plan.value_blocks):
         values = pl.ds(part * plan.value_block, plan.value_block)
@@ -273,8 +275,7 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     y = dq = None
     overlap = []
     for part in range(plan.value_blocks):
-        plgpu.barrier_wait(loaded["do"])
-        plgpu.barrier_wait(loaded["u"])
+        plgpu.barrier_wait(loaded["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
         pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
         dq = product(shape, (buffers["do"], tiles.transposed(buffers["state"])), init=dq)
@@ -347,7 +348,7 @@ def _key_products(plan: Plan, buffers, loaded, freed, handed, place: Place):
     if plan.vectors:
         plgpu.barrier_wait(loaded["vectors"])
     for part in range(plan.value_blocks):
-        plgpu.barrier_wait(loaded["u"])
+        plgpu.barrier_wait(loaded["values"])
         if plan.delta:
             plgpu.barrier_wait(loaded["dv"])
             x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
