@@ -219,8 +219,4 @@ def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
 
 def scores(plan, tile) -> jax.Array:
     """`tril(D * (q k^T))` of a chunk, in fewer instructions than `lanes` masks it."""
-    x = overlaps(tile, "q")
-    mask = chunk_mask()
-    if plan.gated:
-        x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
-    return jnp.where(mask, x, 0.0)
+    return jnp.where(chunk_mask(), decayed(plan, tile, overlaps(tile, "q")), 0.0)
