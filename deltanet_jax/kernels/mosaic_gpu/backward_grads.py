@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu import launches, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
@@ -465,7 +466,7 @@ def _body(plan: Plan, names, *args):
 
 
 def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
-    shape = jax.ShapeDtypeStruct
+    shape = functools.partial(compat.type_like, inputs["q"])
     tokens = plan.chunks * CHUNK
     keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
     vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
