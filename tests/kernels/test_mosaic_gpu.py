@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import fused, serial, split, support
@@ -106,6 +107,24 @@ def test_a_reset_by_the_gate_forgets_exactly(channels):
     other = dataclasses.replace(p, v=p.v.at[:, :40].multiply(-3))
     after, expected = (np.asarray(_run(x)[0], np.float32)[:, 40:] for x in (p, other))
     np.testing.assert_array_equal(after, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", [None, 0.2])
+def test_gradients_are_traced_inside_shard_map(gate):
+    """With the types of `shard_map` checked; nothing is run."""
+    x = inputs(B=2, T=70, gate=gate)
+    arrays = {name: jnp.asarray(value) for name, value in x.items()}
+
+    def loss(arrays):
+        o, state = mosaic_gpu.chunkwise(problem(arrays))
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spec = {name: PartitionSpec("data") for name in arrays}
+    mapped = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec)
+    shapes = jax.eval_shape(mapped, arrays)
+    assert {name: y.shape for name, y in shapes.items()} == {n: y.shape for n, y in x.items()}
 
 
 def test_pieces_fill_the_gpu_only_where_heads_do_not():

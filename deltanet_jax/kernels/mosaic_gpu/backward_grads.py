@@ -17,7 +17,7 @@ In the sum of `db` that is the gradient of `g`, a pair of tokens counts in the r
 one and against it in the row of the earlier one. Both are taken from one 16-bit tile, `Y beta_j`
 or `X beta_j`, so that where gates are strong nothing is left but what the state carries.
 
-A persistent program per multiprocessor walks over (run of chunks, batch, head, block of K). The
+A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
 first state of a run is loaded, the next one made in its place: `S' = S + (k * beta)^T u`, as there
 is no gate where runs are longer than a chunk. One warpgroup computes `dq` and these states, one
 `dk`; the third only issues loads, each tile's next load as soon as both have used it, because the
@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu import launches, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
@@ -106,14 +107,21 @@ class Plan:
 
     @property
     def items(self) -> int:
-        return self.runs * self.batch * self.heads * self.key_blocks
+        return self.batch * self.runs * self.heads * self.key_blocks
+
+    def locate(self, item):
+        """Batch, run, head and block of K of one work item; what is near in memory is near here."""
+        block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
+        head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
+        return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
 
     def length(self, item):
-        """Chunks of one work item. Only the last run of a sequence may be shorter than others."""
-        if self.stride == 1:
-            return 1
-        last = self.chunks - (self.runs - 1) * self.stride
-        return jnp.where(item < self.items - self.items // self.runs, self.stride, last)
+        """Chunks of one work item; the last run of a sequence may be shorter than the others."""
+        short = self.chunks % self.stride
+        if short == 0:
+            return self.stride
+        _, run, _, _ = self.locate(item)
+        return jnp.where(run == self.runs - 1, short, self.stride)
 
 
 class Place(NamedTuple):
@@ -126,10 +134,8 @@ class Place(NamedTuple):
     last: Any  # whether the next chunk is of another item
 
     def locate(self, plan: Plan):
-        """Batch, chunk, head and block of K; heads are neighbours in memory."""
-        block, rest = lax.rem(self.item, plan.key_blocks), lax.div(self.item, plan.key_blocks)
-        head, rest = lax.rem(rest, plan.heads), lax.div(rest, plan.heads)
-        batch, run = lax.rem(rest, plan.batch), lax.div(rest, plan.batch)
+        """Batch, chunk, head and block of K."""
+        batch, run, head, block = plan.locate(self.item)
         return batch, run * plan.stride + self.turn, head, block
 
 
@@ -460,7 +466,7 @@ def _body(plan: Plan, names, *args):
 
 
 def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
-    shape = jax.ShapeDtypeStruct
+    shape = functools.partial(compat.type_like, inputs["q"])
     tokens = plan.chunks * CHUNK
     keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
     vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
