@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import fused, serial, split, support
-from tests.kernels.gpu_problems import errors, inputs, problem
+from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
 from tests.tolerances import TOLERANCES, relative_rms
 
@@ -30,22 +31,26 @@ def _check(x, dtype="bfloat16", limits=None):
         assert error <= limit, f"{name}: {error:.2e} above {limit}"
 
 
+CASES = {
+    "delta": {"T": 130},
+    "gated-delta": {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
+    "strong-gate": {"T": 70, "gate": 5.0},
+    "linear": {"T": 64, "delta": False},
+    "gated-linear": {"T": 70, "delta": False, "gate": 5.0},
+    "kda": {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
+    "strong-gla": {"T": 60, "delta": False, "gate": 20.0, "channels": True},
+    "both-128": {"T": 190, "HV": 2, "K": 128, "V": 128},
+    "keys-128": {"T": 130, "K": 128, "delta": False},
+    "gated-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "segments": True},
+    "both-256": {"T": 70, "K": 256, "V": 256, "gate": 0.2},
+    "kda-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "channels": True},
+}
+
+
 @interpreted
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"T": 130},
-        {"T": 100, "HV": 2, "gate": 0.2, "segments": True},
-        {"T": 70, "gate": 5.0},
-        {"T": 64, "delta": False},
-        {"T": 70, "delta": False, "gate": 5.0},
-        {"T": 70, "HV": 2, "gate": 0.2, "channels": True, "segments": True},
-        {"T": 60, "delta": False, "gate": 20.0, "channels": True},
-    ],
-    ids=["delta", "gated-delta", "strong-gate", "linear", "gated-linear", "kda", "strong-gla"],
-)
-def test_kernels_equal_the_recurrence(case):
-    _check(inputs(**case))
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_recurrence(name):
+    _check(inputs(**CASES[name]))
 
 
 @interpreted
@@ -80,7 +85,18 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case):
 )
 def test_split_sequences_equal_the_recurrence(monkeypatch, gate):
     monkeypatch.setattr(split, "pieces_of", lambda *sizes: 2)
-    _check(inputs(T=120, **gate))
+    _check(inputs(T=330, **gate))
+
+
+@interpreted
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_no_initial_state_is_one_of_zeros(monkeypatch, pieces):
+    monkeypatch.setattr(split, "pieces_of", lambda *sizes: pieces)
+    x = inputs(T=128, delta=False)
+    zeros = outputs_and_gradients(_run, x | {"initial_state": 0 * x["initial_state"]}, "bfloat16")
+    del x["initial_state"]
+    for name, got in outputs_and_gradients(_run, x, "bfloat16").items():
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(zeros[name]))
 
 
 @interpreted
@@ -91,6 +107,24 @@ def test_a_reset_by_the_gate_forgets_exactly(channels):
     other = dataclasses.replace(p, v=p.v.at[:, :40].multiply(-3))
     after, expected = (np.asarray(_run(x)[0], np.float32)[:, 40:] for x in (p, other))
     np.testing.assert_array_equal(after, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", [None, 0.2])
+def test_gradients_are_traced_inside_shard_map(gate):
+    """With the types of `shard_map` checked; nothing is run."""
+    x = inputs(B=2, T=70, gate=gate)
+    arrays = {name: jnp.asarray(value) for name, value in x.items()}
+
+    def loss(arrays):
+        o, state = mosaic_gpu.chunkwise(problem(arrays))
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spec = {name: PartitionSpec("data") for name in arrays}
+    mapped = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec)
+    shapes = jax.eval_shape(mapped, arrays)
+    assert {name: y.shape for name, y in shapes.items()} == {n: y.shape for n, y in x.items()}
 
 
 def test_pieces_fill_the_gpu_only_where_heads_do_not():

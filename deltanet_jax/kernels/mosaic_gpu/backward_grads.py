@@ -17,15 +17,17 @@ In the sum of `db` that is the gradient of `g`, a pair of tokens counts in the r
 one and against it in the row of the earlier one. Both are taken from one 16-bit tile, `Y beta_j`
 or `X beta_j`, so that where gates are strong nothing is left but what the state carries.
 
-A persistent program per multiprocessor walks over (batch, chunk, head, block of K). One
-warpgroup computes `dq`, one `dk`; the third only issues loads, each tile's next load as soon
-as both have used it, because the kernel is bound by memory (12.6 MFLOP for 190 KiB at
-K = V = 128).
+A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
+first state of a run is loaded, the next one made in its place: `S' = S + (k * beta)^T u`, as there
+is no gate where runs are longer than a chunk. One warpgroup computes `dq` and these states, one
+`dk`; the third only issues loads, each tile's next load as soon as both have used it, because the
+kernel is bound by memory (12.6 MFLOP for 190 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
 import dataclasses
 import functools
 import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax import compat
+from deltanet_jax.kernels.mosaic_gpu import launches, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
@@ -41,6 +44,9 @@ __all__ = ["chunk_gradients"]
 CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
+# Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
+SINGLE = ("dv", "state", "ready", "free", "read", "made")
+FREED = ("values", "state", "keys")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Plan:
     scale: float
     delta: bool
     gated: bool
+    stride: int  # of the chunks whose state is stored
     programs: int
     interpret: bool
 
@@ -77,30 +84,74 @@ class Plan:
         return self.value_dim // self.value_block
 
     @property
+    def planes(self) -> tuple[tuple[str, ...], ...]:
+        """Of the cotangents, for every block of V."""
+        names, each = memory.planes_of(self.value_dim), self.value_block // memory.WIDTH
+        return tuple(names[i : i + each] for i in range(0, len(names), each))
+
+    @property
     def vectors(self) -> tuple[str, ...]:
         """Vectors to load; row and column views of one want two copies."""
         gates = ("b", "b_column", "rest") * self.gated
         return ("beta", "beta_column") * self.delta + gates
 
     @property
+    def in_place(self) -> dict[str, str]:
+        """The gradients that take the place of a plane, which only their own item reads."""
+        return dict(zip(("dq", "dk"), memory.planes_of(self.value_dim), strict=False))
+
+    @property
+    def runs(self) -> int:
+        """Of chunks from one stored state to the next."""
+        return -(-self.chunks // self.stride)
+
+    @property
     def items(self) -> int:
-        return self.batch * self.chunks * self.heads * self.key_blocks
+        return self.batch * self.runs * self.heads * self.key_blocks
 
     def locate(self, item):
-        """Batch, chunk, head and block of K of one work item; heads are neighbours in memory."""
+        """Batch, run, head and block of K of one work item; what is near in memory is near here."""
         block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
         head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
-        return lax.div(item, self.chunks), lax.rem(item, self.chunks), head, block
+        return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
+
+    def length(self, item):
+        """Chunks of one work item; the last run of a sequence may be shorter than the others."""
+        short = self.chunks % self.stride
+        if short == 0:
+            return self.stride
+        _, run, _, _ = self.locate(item)
+        return jnp.where(run == self.runs - 1, short, self.stride)
+
+
+class Place(NamedTuple):
+    """A chunk of a work item: of one run, head and block of K."""
+
+    item: Any
+    turn: Any  # chunks of the item before it
+    step: Any  # chunks of the program before it
+    stored: Any  # whether its state is; otherwise it is made from that of the chunk before
+    last: Any  # whether the next chunk is of another item
+
+    def locate(self, plan: Plan):
+        """Batch, chunk, head and block of K."""
+        batch, run, head, block = plan.locate(self.item)
+        return batch, run * plan.stride + self.turn, head, block
+
+
+def _unless(condition):
+    return pl.when(not condition if isinstance(condition, bool) else jnp.logical_not(condition))
 
 
 def _scratch(plan: Plan):
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
     keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
-    states = (plan.key_block, plan.value_block)
+    state = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
     vector, two = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((2, CHUNK), jnp.float32)
     buffers = {
-        "do": tile(*values), "u": tile(*values), "state": tile(*states), "dstate": tile(*states),
+        "do": tile(*values), "u": tile(*values),
+        "state": tile(*state), "dstate": tile(*state[::-1]),
         "q": tile(*keys), "k": tile(*keys), "dq": tile(*keys), "dk": tile(*keys), "y": tile(*pair),
     }  # fmt: skip
     if plan.delta:
@@ -115,62 +166,73 @@ def _scratch(plan: Plan):
         buffers |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
+    # Few barriers of many places: the turns that a warpgroup counts are bits of one register.
+    single = plgpu.Barrier(num_barriers=len(SINGLE))
+    freed = plgpu.Barrier(num_arrivals=2, num_barriers=len(FREED))
     loaded = {
+        "dstate": plgpu.Barrier(num_arrivals=len(plan.planes[0])),
         "values": plgpu.Barrier(num_arrivals=2),
-        "state": plgpu.Barrier(),
-        "dstate": plgpu.Barrier(),
         "keys": plgpu.Barrier(num_arrivals=2),
     }
-    if plan.delta:
-        loaded |= {"dv": plgpu.Barrier()}
     if plan.vectors:
         loaded |= {"vectors": plgpu.Barrier(num_arrivals=len(plan.vectors))}
-    freed = {"values": plgpu.Barrier(num_arrivals=2), "keys": plgpu.Barrier(num_arrivals=2)}
-    handed = {"ready": plgpu.Barrier(), "free": plgpu.Barrier()}
-    return buffers, loaded, freed, handed
+    return buffers, loaded, single, freed
 
 
-def _load(plan: Plan, refs, buffers, loaded, freed, item, step):
-    """Issues the loads of one work item; `step` counts this program's items from zero."""
-    batch, chunk, head, block = plan.locate(item)
+def _load(plan: Plan, refs, buffers, loaded, freed, place: Place):
+    """Issues the loads of one chunk."""
+    batch, chunk, head, block = place.locate(plan)
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     keys = pl.ds(block * plan.key_block, plan.key_block)
-    key_head = lax.div(head, plan.group)
+
+    def wait(name, *, first):
+        ready = functools.partial(plgpu.barrier_wait, freed[name])
+        pl.when(place.step > 0)(ready) if first else ready()
+
+    def load(name, *index):
+        barrier = loaded["values" if name in ("do", "u") else name]
+        plgpu.copy_gmem_to_smem(refs[name].at[index], buffers[name], barrier)
+
     for part in range(plan.value_blocks):
         values = pl.ds(part * plan.value_block, plan.value_block)
-        if part == 0:
-            pl.when(step > 0)(lambda: plgpu.barrier_wait(freed["values"]))
-        else:
-            plgpu.barrier_wait(freed["values"])
-        own = (batch, tokens, head, values)
-        plgpu.copy_gmem_to_smem(refs["do"].at[own], buffers["do"], loaded["values"])
-        plgpu.copy_gmem_to_smem(refs["u"].at[own], buffers["u"], loaded["values"])
+
+        def load_corrected(part=part, values=values):
+            wait("state", first=part == 0)
+            load("u", batch, tokens, head, values)
+
+        wait("values", first=part == 0)
+        load("do", batch, tokens, head, values)
+        pl.when(place.stored)(load_corrected)
         if plan.delta:
-            plgpu.copy_gmem_to_smem(refs["dv"].at[own], buffers["dv"], loaded["dv"])
+            load("dv", batch, tokens, head, values)
         for name in plan.vectors if part == 0 else ():
-            target = buffers[name].at[lax.rem(step, 2)]
+            target = buffers[name].at[lax.rem(place.step, 2)]
             vector = refs[name].at[batch, chunk, head]
             plgpu.copy_gmem_to_smem(vector, target, loaded["vectors"])
-        own = (batch, chunk, head, keys, values)
-        plgpu.copy_gmem_to_smem(refs["state"].at[own], buffers["state"], loaded["state"])
-        plgpu.copy_gmem_to_smem(refs["dstate"].at[own], buffers["dstate"], loaded["dstate"])
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(freed["keys"]))
-    shared = (batch, tokens, key_head, keys)
-    plgpu.copy_gmem_to_smem(refs["q"].at[shared], buffers["q"], loaded["keys"])
-    plgpu.copy_gmem_to_smem(refs["k"].at[shared], buffers["k"], loaded["keys"])
+        run = lax.div(chunk, plan.stride)
+        pl.when(place.stored)(functools.partial(load, "state", batch, run, head, keys, values))
+        own, sources = (batch, tokens, head, keys), [refs[name] for name in plan.planes[part]]
+        memory.load_planes(sources, own, buffers["dstate"], loaded["dstate"])
+        # Its state is made while the tile of the chunk before is still read.
+        _unless(place.stored)(load_corrected)
+    wait("keys", first=True)
+    for name in ("q", "k"):
+        target = buffers[name]
+        source = refs[name].at[batch, tokens, lax.div(head, plan.group), keys]
+        plgpu.copy_gmem_to_smem(source, target, loaded["keys"])
 
 
-def _store(buffers, names, refs, plan: Plan, item):
+def _store(buffers, names, refs, plan: Plan, place: Place):
     """Sends finished tiles and vectors to memory."""
-    batch, chunk, head, block = plan.locate(item)
+    batch, chunk, head, block = place.locate(plan)
     keys = pl.ds(block * plan.key_block, plan.key_block)
     plgpu.commit_smem()
     for name in names:
         if name in ("dq", "dk"):
-            place = (batch, pl.ds(chunk * CHUNK, CHUNK), head, keys)
+            own = (batch, pl.ds(chunk * CHUNK, CHUNK), head, keys)
         else:
-            place = (block, batch, chunk, head)
-        plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[place])
+            own = (block, batch, chunk, head)
+        plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[own])
 
 
 def _dot_rows(ref, x: jax.Array) -> jax.Array:
@@ -188,19 +250,32 @@ def _columns(plan: Plan, buffers, weights: str, keys: str) -> jax.Array:
 
 
 def _overlap(plan: Plan, buffers) -> jax.Array:
-    """`<S, G>` of this block, left spread over a vector; small squares keep registers free."""
-    squares = [
-        (pl.ds(i, CHUNK), pl.ds(j, CHUNK))
-        for i in range(0, plan.key_block, CHUNK)
-        for j in range(0, plan.value_block, CHUNK)
-    ]
-    return sum(
-        _dot_rows(buffers["state"].at[at], tiles.matrix(buffers["dstate"].at[at])) for at in squares
-    )
+    """`<S, G>` of this block, left spread over a vector."""
+    dot_rows = functools.partial(memory.dot_rows, interpret=plan.interpret)
+    rows = [pl.ds(i, CHUNK) for i in range(0, plan.key_block, CHUNK)]
+    return sum(dot_rows(buffers["state"].at[at], buffers["dstate"].at[:, at]) for at in rows)
 
 
-def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
-    """`dq` of one work item, and `Y` for the other warpgroup."""
+def _next_state(plan: Plan, buffers, handed):
+    """`S + (k * beta)^T u` in the place of `S`."""
+    for i in range(0, plan.key_block, CHUNK):
+        rows = pl.ds(i, CHUNK)
+        state = tiles.matrix(buffers["state"].at[rows])
+        keys = tiles.load_transposed(buffers["k"].at[:, rows], interpret=plan.interpret)
+        if plan.delta:
+            keys *= tiles.over_columns(tiles.column(buffers["beta_column"]), keys.shape)
+        pair = keys.astype(plan.dtype), buffers["u"]
+        state = tiles.product(state.shape, pair, init=state, interpret=plan.interpret)
+        if plan.delta and i == 0:
+            plgpu.barrier_wait(handed["read"])
+        buffers["state"].at[rows][...] = state.astype(plan.dtype)
+    plgpu.commit_smem()
+    if plan.delta:
+        plgpu.barrier_arrive(handed["made"])
+
+
+def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
+    """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
     y = dq = None
@@ -208,22 +283,24 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(loaded["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
-        plgpu.barrier_wait(loaded["state"])
+        pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
         dq = product(shape, (buffers["do"], tiles.transposed(buffers["state"])), init=dq)
+        # Without a gate too: `dq` takes the place of what is loaded.
+        plgpu.barrier_wait(loaded["dstate"])
         if plan.gated:
-            plgpu.barrier_wait(loaded["dstate"])
             overlap.append(_overlap(plan, buffers))
             plgpu.commit_smem()
         if plan.vectors and part == 0:
             plgpu.barrier_wait(loaded["vectors"])
         plgpu.barrier_arrive(freed["values"])
+        pl.when(place.last)(lambda: plgpu.barrier_arrive(freed["state"]))
     mask = tiles.chunk_mask()
     if plan.gated:
         b = tiles.row(buffers["b"])
         y *= tiles.decay_matrix(b, tiles.column(buffers["b_column"]), mask)
         dq *= tiles.over_rows(jnp.exp(b), shape)
     y = jnp.where(mask, y, 0.0)
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
+    pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
     buffers["y"][...] = y.astype(plan.dtype)
     weights = "y"
     if plan.delta:
@@ -233,6 +310,12 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
     plgpu.commit_smem()
     plgpu.barrier_arrive(handed["ready"])
     plgpu.barrier_wait(loaded["keys"])
+
+    @_unless(place.last)
+    def _():
+        _next_state(plan, buffers, handed)
+        plgpu.barrier_arrive(freed["state"])
+
     dq = plan.scale * product(shape, (buffers[weights], buffers["k"]), init=dq)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
@@ -244,7 +327,7 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
         buffers["overlap"][...] = sum(overlap)
     plgpu.commit_smem()
     plgpu.barrier_arrive(freed["keys"])
-    _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, item)
+    _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, place)
 
 
 def _pair_step(plan: Plan, buffers, x):
@@ -263,7 +346,7 @@ def _pair_step(plan: Plan, buffers, x):
     return diagonal
 
 
-def _key_products(plan: Plan, buffers, loaded, freed):
+def _key_products(plan: Plan, buffers, loaded, freed, handed, place: Place):
     """`u G^T`, `diag(dv u^T)` and `dv S^T`; only the first without the delta rule."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
@@ -277,20 +360,24 @@ def _key_products(plan: Plan, buffers, loaded, freed):
             x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
             if part == plan.value_blocks - 1:
                 diagonal = _pair_step(plan, buffers, x)
-            plgpu.barrier_wait(loaded["state"])
+            pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
+            made = functools.partial(plgpu.barrier_wait, handed["made"])
+            _unless(place.stored)(made)
             r = product(shape, (buffers["dv"], tiles.transposed(buffers["state"])), init=r)
+            read = functools.partial(plgpu.barrier_arrive, handed["read"])
+            _unless(place.last)(read)
         plgpu.barrier_wait(loaded["dstate"])
-        w = product(shape, (buffers["u"], tiles.transposed(buffers["dstate"])), init=w)
+        w = product(shape, (buffers["u"], buffers["dstate"]), init=w)
         plgpu.barrier_arrive(freed["values"])
+        plgpu.barrier_arrive(freed["state"])
     return w, diagonal, r
 
 
-def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
-    """`dk` and the gradients of the gates of one work item."""
-    del step
+def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
+    """`dk` and the gradients of the gates of one chunk."""
     shape = (CHUNK, plan.key_block)
     product = functools.partial(tiles.product, interpret=plan.interpret)
-    w, diagonal, r = _key_products(plan, buffers, loaded, freed)
+    w, diagonal, r = _key_products(plan, buffers, loaded, freed, handed, place)
     plgpu.barrier_wait(loaded["keys"])
     if plan.gated:
         w *= tiles.over_rows(jnp.exp(tiles.row(buffers["rest"])), shape)
@@ -327,23 +414,35 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, item, step):
         names += ["db_k", "db_write"]
     plgpu.commit_smem()
     plgpu.barrier_arrive(freed["keys"])
-    _store(buffers, names, refs, plan, item)
+    _store(buffers, names, refs, plan, place)
 
 
 def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded, freed, handed = args
+    *refs, buffers, loaded, single, freed = args
+    handed = {name: single.at[i] for i, name in enumerate(SINGLE)}
+    freed = {name: freed.at[i] for i, name in enumerate(FREED)}
+    loaded = loaded | handed
     refs = dict(zip(names, refs, strict=True))
+    refs |= {name: refs[place] for name, place in plan.in_place.items()}
     program, role = lax.axis_index("program"), lax.axis_index("role")
-    steps = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+    items = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
     def walk(work, *barriers):
-        def step(i, _):
-            own = buffers
-            if work is not _load:
-                own = buffers | {x: buffers[x].at[lax.rem(i, 2)] for x in plan.vectors}
-            work(plan, refs, own, *barriers, program + i * plan.programs, i)
+        def run(i, step):
+            item = program + i * plan.programs
+            length = plan.length(item)
 
-        lax.fori_loop(0, steps, step, None)
+            def chunk(turn, step):
+                own = buffers
+                if work is not _load:
+                    own = buffers | {x: buffers[x].at[lax.rem(step, 2)] for x in plan.vectors}
+                ends = (turn == 0, turn + 1 == length) if plan.stride > 1 else (True, True)
+                work(plan, refs, own, *barriers, Place(item, turn, step, *ends))
+                return step + 1
+
+            return lax.fori_loop(0, length, chunk, step)
+
+        lax.fori_loop(0, items, run, jnp.int32(0))
 
     @pl.when(role == 0)
     def _():
@@ -362,36 +461,44 @@ def _body(plan: Plan, names, *args):
     def _():
         plgpu.set_max_registers(40, action="decrease")
         walk(_load, loaded, freed)
-        plgpu.barrier_wait(freed["values"])
-        plgpu.barrier_wait(freed["keys"])
+        for last in freed.values():
+            plgpu.barrier_wait(last)
 
 
-def _launch(plan: Plan, inputs: dict, interpret):
-    shape = jax.ShapeDtypeStruct
+def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
+    shape = functools.partial(compat.type_like, inputs["q"])
     tokens = plan.chunks * CHUNK
     keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
     vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
-    outputs = {"dq": keys, "dk": keys}
+    outputs = {} if "dk" in plan.in_place else {"dk": keys}
     if plan.delta:
         outputs |= {"dbeta": vector}
     if plan.gated:
         outputs |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
-    names = (*inputs, *outputs)
-    kernel = plgpu.kernel(
-        tiles.named("chunk_gradients", functools.partial(_body, plan, names)),
+    names = (*inputs, *cotangents, *outputs)
+    body, scratch = functools.partial(_body, plan, names), _scratch(plan)
+
+    def run(*refs):
+        pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="role")
+
+    kernel = pl.kernel(
+        tiles.named("chunk_gradients", run),
         out_type=tuple(outputs.values()),
-        scratch_types=_scratch(plan),
-        grid=(plan.programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="role",
+        mesh=plgpu.Mesh(
+            grid=(plan.programs,), grid_names=("program",), num_threads=3, thread_name="role"
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
         interpret=interpret,
     )
-    return dict(zip(outputs, kernel(*inputs.values()), strict=True))
+    arrays = inputs.values(), cotangents.values(), outputs.values()
+    held, out = launches.overwriting(kernel, *arrays)
+    held, out = (
+        dict(zip(names, x, strict=True)) for names, x in ((cotangents, held), (outputs, out))
+    )
+    return out | {name: held[place] for name, place in plan.in_place.items()}
 
 
-def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpret=None):
+def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, interpret=None):
     """`dq`, `dk`, `dbeta` and `db` of all chunks.
 
     Args:
@@ -400,8 +507,9 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
         u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
         do: Cotangent of the outputs, `[B, T, HV, V]`.
         dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
-        states: State entering each chunk, `[B, N, HV, K, V]`.
-        dstates: Cotangent over `scale` of the state leaving it, the same shape.
+        states: State entering every `memory.stride`-th chunk, `[B, N', HV, K, V]`.
+        cotangents: Of the state leaving each chunk, over `scale`: the `planes` by name, each
+            `[B, T, HV, K]`. `dq` and `dk` take the place of the first two.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
         scale: Factor on `q`.
@@ -415,17 +523,18 @@ def chunk_gradients(q, k, u, do, dv, states, dstates, *, beta, b, scale, interpr
     heads, value_dim = u.shape[2:]
     plan = Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), beta is not None, b is not None, 1, interpret is not None,
+        float(scale), beta is not None, b is not None,
+        memory.stride(value_dim, gated=b is not None), 1, interpret is not None,
     )  # fmt: skip
     # Persistent programs, one for each multiprocessor.
     programs = 2 if interpret else MULTIPROCESSORS
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
-    inputs = {"q": q, "k": k, "u": u, "do": do, "state": states, "dstate": dstates}
+    inputs = {"q": q, "k": k, "u": u, "do": do, "state": states}
     if plan.delta:
         inputs |= {"dv": dv, "beta": beta, "beta_column": beta}
     if plan.gated:
         inputs |= {"b": b, "b_column": b, "rest": b[..., -1:] - b}
-    out = _launch(plan, inputs, interpret)
+    out = _launch(plan, inputs, cotangents, interpret)
     dbeta = out["dbeta"].sum(0) if plan.delta else None
     if not plan.gated:
         return out["dq"], out["dk"], dbeta, None

@@ -5,7 +5,11 @@ Rows of one chunk, `G = dL/dS'` over `scale` of the state leaving it, in float32
     dw = tril(D * (q k^T))^T do + exp(b_C - b) k G       of what is written, over scale
     dv = T^T (beta dw)                                   without the delta rule: dv = dw
     G = exp(b_C) G + q^T (exp(b) do) - k^T (exp(b) dv)   without the delta rule: no last term
+
+The columns of V of one warpgroup are one of the `planes` in which `G` is kept.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import memory, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["reverse_states"]
@@ -24,7 +28,7 @@ SHAPE = (CHUNK, WIDTH)
 
 def _write_cotangent(plan: Plan, tile, wait_scores):
     """`dw`, over scale."""
-    read = tile[plan.writes], tile["state"]
+    read = tile[plan.writes], tiles.transposed(tile["state"])
     own = tiles.transposed(tile["scores"]), tile["do"]
     if not plan.gated:
         wait_scores()
@@ -78,18 +82,28 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
 
+    def store_cotangent(tokens):
+        # Asked for again: held in a register over the loop, it would make others spill.
+        part = lax.rem(lax.axis_index("program"), plan.slices)
+        plane = part * plan.columns + lax.axis_index("role")
+        for i, name in enumerate(memory.planes_of(plan.value_dim)):
+            target = refs[name].at[batch, tokens, head]
+            store = functools.partial(plgpu.copy_smem_to_gmem, own["state"], target)
+            pl.when(plane == i)(store)
+
     def step(i, state):
         chunk = plan.chunks - 1 - i
         # The stores of the chunk before read the tiles that this one fills.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for rows, block in zip(plan.rows, state, strict=True):
-            own["state"].at[rows][...] = block.astype(plan.dtype)
+            target, low = own["state"].at[:, rows], block.astype(plan.dtype)
+            tiles.store_transposed(target, low, interpret=plan.interpret)
         plgpu.commit_smem()
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
         if not plan.only_state:
-            target = refs["dstates"].at[batch, chunk, head, :, columns]
-            plgpu.copy_smem_to_gmem(own["state"], target)
+            store_cotangent(tokens)
         tile = turns.wait(i)
-        tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
+        tokens = (batch, tokens, head, columns)
         state = _chunk(plan, refs, tile, lambda: turns.wait_scores(i), tokens, list(state))
         turns.free(i)
         return state
@@ -97,8 +111,9 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     places = [(batch, head, rows, columns) for rows in plan.rows]
     state = [tiles.load_f32(refs["end"].at[place]) for place in places]
     state = lax.fori_loop(0, plan.chunks, step, state)
-    for place, block in zip(places, state, strict=True):
-        refs["dstate"].at[place][...] = block
+    if "dstate" in refs:
+        for place, block in zip(places, state, strict=True):
+            refs["dstate"].at[place][...] = block
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -111,8 +126,9 @@ def _vectors(beta, b) -> dict:
 
 
 def reverse_states(
-    q, k, do, inverse, dstate, *, beta, b, channels=None, scale, only_state=False, interpret=None
-):
+    q, k, do, inverse, dstate, *,
+    beta, b, channels=None, scale, start=True, only_state=False, interpret=None,
+):  # fmt: skip
     """Cotangents of the values and of the state around every chunk.
 
     Args:
@@ -126,12 +142,14 @@ def reverse_states(
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
+        start: Whether to return `dstate`.
         only_state: Whether to return `dstate` alone.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangent `dstates` of the state
-        leaving each chunk `[B, N, HV, K, V]` and `dstate` of the initial state, float32.
+        A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangents of the state leaving each
+        chunk in `planes` by name, each `[B, T, HV, K]`, and `dstate` of the initial state,
+        float32.
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(
@@ -139,16 +157,17 @@ def reverse_states(
         scale=scale, interpret=interpret, only_state=only_state, reverse=True,
     )  # fmt: skip
     inputs = {"do": do, "end": dstate} | serial.inputs_of(q, k, inverse, vectors, channels)
-    own = {"state": (plan.key_dim, WIDTH)}
+    own = {"state": (WIDTH, plan.key_dim)}
     if not only_state:
         own |= {"dv": SHAPE}
     if plan.delta:
         own |= {"error": SHAPE}
-    chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
     shape = jax.ShapeDtypeStruct
-    outputs = {"dstate": shape(dstate.shape, jnp.float32)}
+    outputs = {"dstate": shape(dstate.shape, jnp.float32)} if start else {}
     if not only_state:
-        outputs |= {"dv": shape(do.shape, do.dtype), "dstates": shape(chunks, do.dtype)}
+        plane = shape((*do.shape[:3], plan.key_dim), do.dtype)
+        outputs |= {"dv": shape(do.shape, do.dtype)}
+        outputs |= dict.fromkeys(memory.planes_of(plan.value_dim), plane)
     return serial.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
         values="do", interpret=interpret,

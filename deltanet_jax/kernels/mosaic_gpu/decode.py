@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu import launches, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["advance"]
@@ -139,10 +139,5 @@ def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=
         o, new_state = kernel(*inputs.values())
         return o, new_state
     del inputs["state"]
-
-    def overwrite(refs):
-        held, out = refs
-        (out[...],) = kernel(*inputs.values(), held)
-
-    new_state, o = pl.run_state(overwrite)((state, jnp.zeros_like(v)))
+    (new_state,), (o,) = launches.overwriting(kernel, inputs.values(), [state], out_type)
     return o, new_state

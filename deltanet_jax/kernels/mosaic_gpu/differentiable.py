@@ -26,7 +26,7 @@ class Arrays(NamedTuple):
     v: jax.Array  # [B, T, HV, V]
     g: jax.Array | None  # [B, T, HV], finite, or [B, T, HV, K]; float32
     beta: jax.Array | None  # [B, T, HV] float32
-    state: jax.Array  # [B, HV, K, V] float32
+    state: jax.Array | None  # [B, HV, K, V] float32; zeros where there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Call:
 
     scale: float
     pieces: int  # of the sequence, run in parallel
+    starts: bool  # from an initial state
     interpret: object  # None, or the interpreter's parameters
 
 
@@ -57,9 +58,10 @@ def chunkwise(
     reason = why_not(problem, chunk_size)
     if reason is not None:
         raise NotImplementedError(reason)
-    state = start_state(problem).astype(jnp.float32)
-    tokens = problem.q.shape[1]
-    if tokens == 0 or problem.v.size == 0:
+    tokens, starts = problem.q.shape[1], problem.initial_state is not None
+    empty = tokens == 0 or problem.v.size == 0
+    state = start_state(problem).astype(jnp.float32) if starts or empty else None
+    if empty:
         return problem.v, state
     if interpret is True:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -70,7 +72,7 @@ def chunkwise(
     (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
     pieces = split.pieces_of(B, -(-tokens // CHUNK), HV, K, V)
     arrays = Arrays(*(_pad(x, pieces * CHUNK) for x in parts), state)
-    o, final = _run(Call(problem.scale, pieces, interpret or None), arrays)
+    o, final = _run(Call(problem.scale, pieces, starts, interpret or None), arrays)
     return o[:, :tokens], final
 
 
@@ -128,14 +130,19 @@ def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
 
 
 def _fold(call: Call, tree: Any) -> Any:
+    """Every piece of the sequence as a row of the batch."""
     return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
 
 
-def _operands(call: Call, x: dict[str, Any]) -> tuple[Any, ...]:
-    """What both serial kernels read, piece by piece: q, k, the inverse and the gates by name."""
+def _unfold(call: Call, tree: Any) -> Any:
+    return jax.tree.map(lambda x: split.unfold(x, call.pieces), tree)
+
+
+def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
+    """What both serial kernels read: q, k, the inverse and the gates by name."""
     q, k = x.get("queries", x["q"]), x.get("keys", x["k"])
     gates = {"beta": x["beta"], "b": x["b"], "channels": x.get("channels")}
-    return _fold(call, (q, k, x.get("inverse"), gates))
+    return q, k, x.get("inverse"), gates
 
 
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,22 +158,23 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
     inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b, "g": g}
 
     def launch(x, state):
+        x = _fold(call, x)
         made = _decayed(call, x, save=save)
-        q, k, inverse, gates = _operands(call, x | made)
-        v = _fold(call, x["v"])
+        q, k, inverse, gates = _operands(x | made)
+        v = x["v"]
         gates |= {"interpret": call.interpret}
         maps = None
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
+            if state is None:
+                state = jnp.zeros_like(offsets[:: call.pieces])
             state = split.chain(state, maps, offsets, call.pieces, reverse=False)
         out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
         final = out.pop("final")
         final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
-        out = {name: split.unfold(y, call.pieces) for name, y in out.items()}
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
         maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
-        made.update(out, final=final, maps=maps)
-        return made
+        return _unfold(call, made | out) | {"final": final, "maps": maps}
 
     return batched(launch)(inputs, x.state), inputs
 
@@ -197,7 +205,7 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
             d["v"],
             dg,
             None if d["beta"] is None else _token_vectors(d["beta"]),
-            d["state"] * call.scale,
+            None if d["state"] is None else d["state"] * call.scale,
         ),
     )
 
@@ -208,22 +216,26 @@ def _backward(
     """The gradients of the inputs of `_forward`, that of the state over scale."""
     from deltanet_jax.kernels.mosaic_gpu import backward_state
 
-    q, k, inverse, gates = _operands(call, x)
+    maps = x["maps"]
+    x, do = _fold(call, (x | {"maps": None}, do))
+    q, k, inverse, gates = _operands(x)
     reverse = functools.partial(
-        backward_state.reverse_states, q, k, _fold(call, do), inverse,
+        backward_state.reverse_states, q, k, do, inverse,
         scale=call.scale, interpret=call.interpret, **gates,
     )  # fmt: skip
     if call.pieces > 1:
         zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
         offsets = reverse(zeros, only_state=True)["dstate"]
-        maps = x["maps"].reshape(-1, *x["maps"].shape[2:])
+        maps = maps.reshape(-1, *maps.shape[2:])
         dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
-    out = reverse(dstate)
-    dstate = out["dstate"].reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
-    dv, dstates = (split.unfold(out[name], call.pieces) for name in ("dv", "dstates"))
-    values = (x.get("u", x["v"]), do, dv, x["states"], dstates)
+    cotangents = reverse(dstate, start=call.starts)
+    dstate = cotangents.pop("dstate", None)
+    if dstate is not None:
+        dstate = dstate.reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
+    dv = cotangents.pop("dv")
+    values = (x.get("u", x["v"]), do, dv, x["states"], cotangents)
     gradients = _channel_gradients if x["g"] is not None else _head_gradients
-    return gradients(call, x, values) | {"v": dv, "state": dstate}
+    return _unfold(call, gradients(call, x, values) | {"v": dv}) | {"state": dstate}
 
 
 def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:

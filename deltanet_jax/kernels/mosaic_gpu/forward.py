@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import fused, serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import fused, lanes, memory, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["run_states", "state_maps"]
@@ -53,8 +53,12 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
     return dict(zip(names, total, strict=True))
 
 
-def _times_inverse(tile, error: jax.Array) -> list:
+def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
     """The products of `error T^T`; `T` is one tile, or a tile for each half of its columns."""
+    if plan.precise:
+        parts = lanes.halves(error, interpret=plan.interpret)
+        return [(part, tiles.transposed(tile["inverse"])) for part in parts]
+    error = error.astype(plan.dtype)
     if not isinstance(tile["inverse"], tuple):
         return [(error, tiles.transposed(tile["inverse"]))]
     middle = CHUNK // 2
@@ -70,9 +74,9 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
     read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
     write = u = _values(plan, tile, place)
     if plan.delta:
-        error = (u - read["k"]).astype(plan.dtype)
+        error = u - read["k"]
         turns.wait_inverse(chunk)
-        u = tiles.product(SHAPE, *_times_inverse(tile, error), interpret=plan.interpret)
+        u = tiles.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
         turns.free_inverse(chunk)
         write = u * _over_tokens(tile, "beta")
     steps = []
@@ -116,13 +120,14 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
+    stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
 
     def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
             _keep(plan, own["state"].at[keys], block)
 
     def save_state(chunk):
-        target = refs["states"].at[batch, chunk, head, :, columns]
+        target = refs["states"].at[batch, lax.div(chunk, stride), head, :, columns]
         plgpu.copy_smem_to_gmem(own["state"], target)
 
     def step(chunk, state):
@@ -132,20 +137,23 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
         _keep(plan, tile["o"], o * plan.scale)
+        kept = jnp.logical_and(chunk + 1 < plan.chunks, lax.rem(chunk + 1, stride) == 0)
         if plan.save:
-            keep_state(state)
+            pl.when(kept)(lambda: keep_state(state))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile["o"], refs["o"].at[tokens])
         if plan.save:
-            pl.when(chunk + 1 < plan.chunks)(lambda: save_state(chunk + 1))
+            pl.when(kept)(lambda: save_state(chunk + 1))
             if plan.delta:
                 plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
-    state = [
-        tiles.load_f32_transposed(refs["start"].at[x], interpret=plan.interpret) for x in places
-    ]
+    if "start" in refs:
+        start = [refs["start"].at[place] for place in places]
+        state = [tiles.load_f32_transposed(x, interpret=plan.interpret) for x in start]
+    else:
+        state = [tiles.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
     if plan.save:
         keep_state(state)
         plgpu.commit_smem()
@@ -175,7 +183,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         k: The same shape.
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where `fused.covers`.
-        state: The initial state, `[B, HV, K, V]` float32.
+        state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
@@ -186,21 +194,27 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
 
     Returns:
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
-        `states` entering each chunk `[B, N, HV, K, V]` and (delta rule) `u` `[B, T, HV, V]`.
+        `states` entering every `memory.stride`-th chunk `[B, N', HV, K, V]` and (delta rule) `u`
+        `[B, T, HV, V]`.
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
-    outputs = {"o": shape(v.shape, v.dtype), "final": shape(state.shape, jnp.float32)}
+    final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
+    outputs = {"o": shape(v.shape, v.dtype), "final": shape(final, jnp.float32)}
     if save:
-        chunks = (plan.batch, plan.chunks, plan.heads, plan.key_dim, plan.value_dim)
-        outputs |= {"states": shape(chunks, v.dtype)}
+        stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
+        runs = -(-plan.chunks // stride)
+        states = (plan.batch, runs, plan.heads, plan.key_dim, plan.value_dim)
+        outputs |= {"states": shape(states, v.dtype)}
         own |= {"state": (plan.key_dim, WIDTH)}
         if plan.delta:
             own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"v": v, "start": state} | serial.inputs_of(q, k, inverse, vectors, channels)
+    inputs = {"v": v} | serial.inputs_of(q, k, inverse, vectors, channels)
+    if state is not None:
+        inputs |= {"start": state}
     if plan.delta and inverse is None:
         return fused.launch("run_states", plan, _walk, inputs, outputs, interpret=interpret)
     return serial.launch(

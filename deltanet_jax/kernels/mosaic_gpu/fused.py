@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import prep, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, prep, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, columns_of
 
 __all__ = ["covers", "launch"]
@@ -89,23 +89,25 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         plgpu.barrier_wait(barriers["k"].at[stage])
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile["q"] = buffers["q"].at[server]
-        x = prep.below_diagonal(plan, tile)
 
-        @pl.when(turn > 0)
-        def _():
-            plgpu.barrier_wait(barriers["applied"].at[server])
-            load("q", i, server)
+        def load_queries():
+            @pl.when(turn > 0)
+            def _():
+                plgpu.barrier_wait(barriers["applied"].at[server])
+                load("q", i, server)
 
+        def load_following():
+            @pl.when(turn > 0)
+            def _():
+                plgpu.barrier_wait(barriers["freed"].at[server])
+                following = i - SERVERS + KEYS
+                pl.when(following < plan.chunks)(lambda: load_keys(following))
+
+        x = prep.minus_overlaps(plan, tile, load_queries)
         prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
-
-        @pl.when(turn > 0)
-        def _():
-            plgpu.barrier_wait(barriers["freed"].at[server])
-            following = i - SERVERS + KEYS
-            pl.when(following < plan.chunks)(lambda: load_keys(following))
-
         plgpu.barrier_wait(barriers["q"].at[server])
-        scores = tiles.decayed(plan, tile, tiles.overlaps(tile), strict=False)
+        scores = tiles.decayed(plan, tile, tiles.overlaps(tile, "q", load_following))
+        scores = lanes.lower_triangle(scores, strict=False, interpret=plan.interpret)
         buffers["scores"].at[server][...] = scores.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers["ready"].at[server])
@@ -145,8 +147,7 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         plgpu.barrier_wait(loaded)
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile |= {name: buffers[name].at[server] for name in ("q", "scores")}
-        halves = prep.sides(plan.dtype)
-        inverse = tuple(buffers["inverse"][name].at[server] for name in halves)
+        inverse = tuple(buffers["inverse"][side].at[server] for side in prep.SIDES)
         return tile | {"v": v, "o": v, "inverse": inverse}
 
     def arrive(name):

@@ -10,93 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["BLOCK", "block_inverses", "lower_triangle", "rounded", "widened"]
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+
+__all__ = [
+    "BLOCK",
+    "WARP",
+    "halves",
+    "lower_triangle",
+    "rest",
+    "rounded",
+    "store_lower_rows",
+    "thread_index",
+    "widened",
+]
 
 BLOCK = 16
 VECTOR = 4  # floats in one access
 WARP = 32
 
 
-def block_inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
-    """`(I + x_i)^-1` of every block of 16 rows, by substitution, one row to a thread.
-
-    As products these would be four dependent rounds through shared memory, each for a few
-    operations; a warp does a block in some 160 instructions on its own.
-
-    Args:
-        x: Strictly lower triangular blocks, one below the other, `[C, 16]` float32.
-        scratch: Shared memory, `[C, 16]` float32.
-        interpret: Whether the interpreter runs this.
-
-    Returns:
-        The inverses, in the place of their blocks.
-    """
-    if interpret:
-        blocks = x.reshape(-1, BLOCK, BLOCK)
-        eye = jnp.broadcast_to(jnp.eye(BLOCK), blocks.shape)
-        solved = jax.lax.linalg.triangular_solve(
-            blocks, eye, left_side=True, lower=True, unit_diagonal=True
-        )
-        return solved.reshape(x.shape)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    inlined = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
-    return inlined(_substitute)(x, scratch)
-
-
-def _substitute(ctx, x, scratch):
-    """A row `r` of the inverse solves `r (I + x) = e`: from the last column to the first.
-
-    A warp holds all 16 rows of its block of `x`, and reads nothing that another warp wrote.
-    """
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, math, vector
-
-    del ctx
-    f32, i32, index = ir.F32Type.get(), ir.IntegerType.get_signless(32), ir.IndexType.get()
-    packed = ir.VectorType.get((VECTOR,), f32)
-    x.store_untiled(scratch, optimized=False)
-    utils.warp_barrier()
-    thread = _thread()
-    lane = arith.remui(thread, utils.c(BLOCK, i32))
-    # Both halves of a warp solve the same rows; each stores half of the columns.
-    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
-    first = arith.index_cast(index, arith.muli(warp, utils.c(BLOCK, i32)))
-    zero, one = utils.c(0.0, f32), utils.c(1.0, f32)
-
-    def unit(j):
-        own = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(j, i32))
-        return arith.select(own, one, zero)
-
-    row = [unit(j) for j in range(BLOCK)]
-    for i in range(BLOCK - 1, 0, -1):
-        source = arith.addi(first, utils.c(i, index))
-        factor = arith.negf(row[i])
-        for j in range(0, i, VECTOR):
-            loaded = vector.load(packed, scratch, [source, utils.c(j, index)])
-            for at in range(min(VECTOR, i - j)):
-                entry = vector.extract(loaded, dynamic_position=[], static_position=[at])
-                row[j + at] = math.fma(factor, entry, row[j + at])
-    utils.warp_barrier()
-    target = arith.addi(first, arith.index_cast(index, lane))
-    half = arith.remui(arith.divui(thread, utils.c(BLOCK, i32)), utils.c(2, i32))
-    upper = arith.cmpi(arith.CmpIPredicate.eq, half, utils.c(1, i32))
-    column = arith.muli(arith.index_cast(index, half), utils.c(BLOCK // 2, index))
-    for j in range(0, BLOCK // 2, VECTOR):
-        columns = range(j, j + VECTOR)
-        value = [arith.select(upper, row[i + BLOCK // 2], row[i]) for i in columns]
-        place = [target, arith.addi(column, utils.c(j, index))]
-        vector.store(vector.from_elements(packed, value), scratch, place)
-    utils.warp_barrier()
-    return type(x).load_untiled(scratch, layout=x.layout, optimized=False)
-
-
-def _thread():
+def thread_index():
     """The index of this thread, as an effect.
 
-    Otherwise the compiler would hold what depends on it alone, such as all the unit vectors of
-    a substitution, in registers over a loop.
+    Otherwise the compiler would hold what depends on it alone, such as the addresses of a
+    substitution, in registers over a loop.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -106,9 +43,13 @@ def _thread():
 
 
 def lower_triangle(x: jax.Array, *, strict: bool, interpret: bool) -> jax.Array:
-    """`x`, `[C, C]` float32, and zeros above its diagonal; on it too if `strict`."""
+    """Square blocks of 32 or 64 rows, `[C, 32]` or `[C, C]` float32, with zeros above the diagonal.
+
+    On it too if `strict`.
+    """
     if interpret:
-        return jnp.tril(x, -1 if strict else 0)
+        blocks = x.reshape(-1, x.shape[1], x.shape[1])
+        return jnp.tril(blocks, -1 if strict else 0).reshape(x.shape)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
     body = functools.partial(_lower, strict=strict)
@@ -123,8 +64,9 @@ def _lower(ctx, x, *, strict: bool):
 
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    thread = _thread()
-    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(4, i32))
+    thread = thread_index()
+    warps = utils.c(x.shape[1] // BLOCK, i32)  # of a block
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), warps)
     lane = arith.remui(thread, utils.c(WARP, i32))
     row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32)))
     column = arith.muli(arith.remui(lane, utils.c(VECTOR, i32)), utils.c(2, i32))
@@ -142,28 +84,111 @@ def _lower(ctx, x, *, strict: bool):
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def rounded(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """`x` in the precision of bfloat16, still as float32.
-
-    In integers: the conversion of one number at a time, which a cast and its inverse become,
-    takes four times as long as that of two.
-    """
+def store_lower_rows(tiles, arrays, *, interpret: bool) -> None:
+    """Stores the lower 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
     if interpret:
-        return x.astype(jnp.bfloat16).astype(jnp.float32)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_round)(x)
+        for tile, x in zip(tiles, arrays, strict=True):
+            tile[...] = x[CHUNK // 2 :]
+        return
+    width = 2 * BLOCK
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+    types = [(plgpu.RefType(transforms), plgpu.Layout.WGMMA) for _ in tiles]
+    operands = zip(tiles, arrays, strict=True)
+    plgpu.inline_mgpu(arg_types=types)(_store_lower_rows)(*operands)
 
 
-def _round(ctx, x):
+def _store_lower_rows(ctx, *operands):
+    """Two warps store, in predicated instructions: a branch would cost registers all around.
+
+    A lane has the address of eight numbers in one of its warp's 16 rows, of the first or second
+    eight columns; of the next 16 columns it differs by one bit, swizzle or not.
+    """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
 
     del ctx
     i32 = ir.IntegerType.get_signless(32)
-    bits = x.bitcast(i32, output_is_signed=False)
-    nearest = bits + utils.c(0x8000, i32)
-    return (nearest & utils.c(-0x10000, i32)).bitcast(ir.F32Type.get())
+
+    def bits(value, shift: int, mask: int):
+        return arith.andi(arith.shrui(value, utils.c(shift, i32)), utils.c(mask, i32))
+
+    thread = thread_index()
+    row = arith.ori(bits(thread, 0, BLOCK - 1), bits(thread, 1, BLOCK))
+    part = arith.xori(bits(thread, 4, 1), bits(row, 1, 3))
+    place = arith.ori(arith.shli(row, utils.c(6, i32)), arith.shli(part, utils.c(4, i32)))
+    lower = arith.cmpi(arith.CmpIPredicate.ne, bits(thread, 6, 1), utils.c(0, i32))
+    instruction = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    for tile, x in operands:
+        base = llvm.ptrtoint(i32, utils.memref_ptr(tile))
+        for at, registers in enumerate(x.registers.reshape(-1, 4)):
+            address = arith.addi(base, arith.xori(place, utils.c(32 * at, i32)))
+            words = [utils.bitcast(register, i32) for register in registers]
+            utils.inline_ptx(instruction, address, *words, predicate=lower, has_side_effects=True)
+
+
+def halves(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 arrays whose sum is `x`, float32, to 16 bits of mantissa."""
+    if interpret:
+        high = x.astype(jnp.bfloat16)
+        return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.bfloat16, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=(result, result))(_halve)(x)
+
+
+def _halve(ctx, x):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    del ctx
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    high, low = np.empty_like(x.registers), np.empty_like(x.registers)
+    for at, register in enumerate(x.registers.flat):
+        numbers = [
+            vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)
+        ]
+        words = rounded(numbers, "bf16"), rounded(rest(numbers), "bf16")
+        for half, (word,) in zip((high, low), words, strict=True):
+            half.flat[at] = utils.bitcast(word, pair)
+    arrays = (type(x)(_registers=z, _layout=x.layout, _is_signed=None) for z in (high, low))
+    return tuple(arrays)
+
+
+def rounded(numbers: list, kind: str) -> list:
+    """Words of two numbers, each made by one instruction.
+
+    Next to a cast back, a cast would be made one number at a time, at a quarter of the rate.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    i32 = ir.IntegerType.get_signless(32)
+    instruction = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+    return [
+        llvm.inline_asm(i32, pair, instruction, "=r,f,f", has_side_effects=False)
+        for pair in zip(numbers[::2], numbers[1::2], strict=True)
+    ]
+
+
+def rest(numbers: list) -> list:
+    """The numbers minus their rounding to bfloat16."""
+    from jaxlib.mlir.dialects import arith
+
+    wide = [x for word in rounded(numbers, "bf16") for x in _both(word)]
+    return [arith.subf(x, y) for x, y in zip(numbers, wide, strict=True)]
+
+
+def _both(word) -> list:
+    """The two bfloat16 numbers of a word as float32."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    both = arith.shli(word, utils.c(16, i32)), arith.andi(word, utils.c(-0x10000, i32))
+    return [utils.bitcast(x, f32) for x in both]
 
 
 def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -182,14 +207,12 @@ def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
 def _widen(ctx, x):
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
+    from jaxlib.mlir.dialects import vector
 
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     pair = ir.VectorType.get((2,), f32)
     wide = np.empty_like(x.registers)
     for at, register in enumerate(x.registers.flat):
-        word = utils.bitcast(register, i32)
-        halves = arith.shli(word, utils.c(16, i32)), arith.andi(word, utils.c(-0x10000, i32))
-        wide.flat[at] = vector.from_elements(pair, [utils.bitcast(z, f32) for z in halves])
+        wide.flat[at] = vector.from_elements(pair, _both(utils.bitcast(register, i32)))
     return type(x)(_registers=wide, _layout=x.layout, _is_signed=None)

@@ -1,6 +1,6 @@
 """A launch as part of a JAX program: under `vmap`, and inside `shard_map`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from deltanet_jax import compat
 
-__all__ = ["batched"]
+__all__ = ["batched", "overwriting"]
 
 
 def batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +35,29 @@ def batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return out, jax.tree.map(lambda _: True, out)
 
     return call
+
+
+def overwriting(
+    kernel: Callable[..., Any],
+    inputs: Iterable[jax.Array],
+    held: Iterable[jax.Array],
+    outputs: Iterable[jax.ShapeDtypeStruct],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs a `pl.kernel` on `inputs` and then `held`, which it may write over where they lie.
+
+    Returns:
+        `held` afterwards, and the kernel's outputs, whose types are `outputs`.
+    """
+    from jax.experimental import pallas as pl
+
+    def run(refs: Any) -> None:
+        held, results = refs
+        for ref, x in zip(results, kernel(*inputs, *held), strict=True):
+            ref[...] = x
+
+    # What is overwritten entirely is never filled with these zeros.
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in outputs]
+    return pl.run_state(run)((list(held), zeros))
 
 
 # An array without the type that `shard_map` gives it. Pallas (jax 0.11.2) keeps that type on what

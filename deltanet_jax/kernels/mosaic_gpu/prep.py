@@ -7,10 +7,10 @@ Rows of one chunk, `D_ij = exp(b_i - b_j)`::
 `beta` stands on the columns, so that `u = T (v - exp(b) k S)` and the values that are written
 are `beta u`: every gradient is then free of divisions by `beta`.
 
-The inverse is never formed by powers of `L`. Blocks of 16 rows are inverted by substitution in
-float32; then blocks on the diagonal double in size, and only the block below each pair is new:
-`X <- X - X (L between the pair) X`. Products of 16-bit pairs (high and low halves, three
-products) keep 16 bits of mantissa, tf32 would keep 11.
+The inverse is never formed by powers of `L`. Blocks of 32 rows are inverted by substitution in
+float32; of the whole only the block below these two is then new: `-X (L between them) X`.
+Products of 16-bit pairs (high and low halves, three products) keep 16 bits of mantissa, tf32
+would keep 11.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, substitution, tiles
 
 __all__ = [
-    "below_diagonal",
+    "SIDES",
     "chunk_inverses",
     "copy_inverse",
     "inverse_buffers",
-    "sides",
+    "minus_overlaps",
     "store_inverse",
 ]
 
 CHUNK = tiles.CHUNK
-BLOCK = lanes.BLOCK  # also the smallest depth of a product
-HALF = 2 * BLOCK
+HALF = substitution.PAIR
+SIDES = "left", "right"  # tiles for the halves of the columns of the result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,114 +52,50 @@ class Plan:
     interpret: bool
 
 
-def sides(dtype) -> tuple[str, str]:
-    """Tiles for the halves of the result; in bfloat16 a pair that nothing reads any more."""
-    return ("below_high", "below_low") if dtype == jnp.bfloat16 else ("left", "right")
-
-
 def inverse_buffers(dtype, *count: int) -> dict:
     """What `store_inverse` needs in shared memory, `count` times."""
-    pair = tiles.tile(*count, CHUNK, HALF, dtype=jnp.bfloat16, swizzle=2 * BLOCK)
-    buffers = {"below_high": pair, "below_low": pair, "inner_high": pair, "inner_low": pair}
-    buffers |= {"new_high": pair, "new_low": pair}
-    buffers |= {"blocks": plgpu.SMEM((*count, CHUNK, BLOCK), jnp.float32)}
-    return buffers | {
-        x: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for x in sides(dtype) if x not in buffers
-    }
+    half, whole = (tiles.tile(*count, rows, HALF, dtype=jnp.bfloat16) for rows in (HALF, CHUNK))
+    buffers = {"below_high": half, "below_low": half, "low": whole}
+    if dtype != jnp.bfloat16:
+        buffers |= {"high": whole}
+    buffers |= {side: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for side in SIDES}
+    scratch = substitution.scratch_shape()
+    return buffers | {"blocks": plgpu.SMEM((*count, *scratch), jnp.float32)}
 
 
-def _iota(axis: int, width: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=tiles.MATRIX)
+def _product(x, y, interpret=None) -> jax.Array:
+    """`x y` of two pairs, `[C, 32]`, without the product of the two low halves."""
+    pairs = (x[0], y[0]), (x[0], y[1]), (x[1], y[0])
+    return tiles.product((CHUNK, HALF), *pairs, interpret=interpret)
 
 
-def _store_pair(pair, x: jax.Array, interpret: bool) -> None:
-    """Stores `x` as the sum of two bfloat16 tiles."""
-    high = lanes.rounded(x, interpret=interpret)
-    pair[0][...] = high.astype(jnp.bfloat16)
-    pair[1][...] = (x - high).astype(jnp.bfloat16)
-
-
-def _at(pair, *index):
-    return tuple(half.at[index] for half in pair)
-
-
-def _operands(x, y, width: int):
-    """`x y` of two pairs, without the product of the two low halves."""
-    return (CHUNK, width), ((x[0], y[0]), (x[0], y[1]), (x[1], y[0]))
-
-
-def _product(x, y, width: int) -> jax.Array:
-    shape, pairs = _operands(x, y, width)
-    return tiles.product(shape, *pairs)
-
-
-def _blockwise(x, y, blocks) -> jax.Array:
-    """Rows of block i: block i of `x` times block `blocks[i]` of `y`; zero where that is None."""
-    wanted = [(i, other) for i, other in enumerate(blocks) if other is not None]
-    rows = [_at(y, pl.ds(other * BLOCK, BLOCK), slice(None)) for _, other in wanted]
-    results = tiles.products(*(_operands(x, r, BLOCK) for r in rows))
-    row_block = lax.div(_iota(0, BLOCK), BLOCK)
-    total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
-    for (i, _), result in zip(wanted, results, strict=True):
-        total = jnp.where(row_block == i, result, total)
-    return total
-
-
-def _panel(x: jax.Array, blocks) -> jax.Array:
-    """Rows of block i: the columns of block `blocks[i]`; zero where that is None."""
-    row_block = lax.div(_iota(0, BLOCK), BLOCK)
-    total = jnp.zeros((CHUNK, BLOCK), jnp.float32)
-    for block, other in enumerate(blocks):
-        if other is not None:
-            columns = x[:, other * BLOCK : (other + 1) * BLOCK]
-            total = jnp.where(row_block == block, columns, total)
-    return total
-
-
-def _inverse(x: jax.Array, blocks, below, inner, new, interpret: bool):
-    """`(I + x)^-1` of a strictly lower triangular chunk, as its left and its right half.
-
-    Two barriers for each merge are enough: a warp reads of a left operand only the rows that it
-    wrote, and of a right operand nothing that is written before the next barrier.
-    """
-    narrow = (slice(None), pl.ds(0, BLOCK))
-    left, right, middle = (_at(pair, *narrow) for pair in (below, inner, new))
-    store = functools.partial(_store_pair, interpret=interpret)
-    store(left, _panel(x, (None, 0, None, 2)))
-    inverse = lanes.block_inverses(_panel(x, (0, 1, 2, 3)), blocks, interpret=interpret)
-    store(right, inverse)
-    plgpu.commit_smem()
-    store(middle, _blockwise(left, right, (None, 0, None, 2)))
-    plgpu.commit_smem()
-    lower = _blockwise(right, middle, (None, 1, None, 3))
-    even = lax.rem(lax.div(_iota(0, BLOCK), BLOCK), 2) == 0
-    inverse = jnp.concatenate(
-        (jnp.where(even, inverse, -lower), jnp.where(even, 0.0, inverse)), axis=1
-    )
-    # From the inverses of the two halves, side by side, to the whole.
-    bottom = _iota(0, HALF) >= HALF
-    store(below, jnp.where(bottom, x[:, :HALF], 0.0))
-    store(inner, inverse)
-    plgpu.commit_smem()
-    store(new, _product(below, _at(inner, pl.ds(0, HALF), slice(None)), HALF))
-    plgpu.commit_smem()
-    corner = _product(inner, _at(new, pl.ds(HALF, HALF), slice(None)), HALF)
-    return jnp.where(bottom, -corner, inverse), jnp.where(bottom, inverse, 0.0)
+def _rows(tile, first: int):
+    return tile.at[pl.ds(first, HALF), :]
 
 
 def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
-    """Stores `(I + x)^-1` of a strictly lower triangular chunk in two tiles, left and right half.
+    """Stores `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
 
     Until the inverse is read, nothing of `buffers` may be in use. `commit_smem` is the caller's.
     """
-    below = buffers["below_high"], buffers["below_low"]
-    inner = buffers["inner_high"], buffers["inner_low"]
-    new = buffers["new_high"], buffers["new_low"]
-    halves = tuple(buffers[name] for name in sides(dtype))
-    parts = _inverse(x, buffers["blocks"], below, inner, new, interpret)
-    for half, part in zip(halves, parts, strict=True):
-        half[...] = part.astype(dtype)
-    return halves
+    left, right = (buffers[side] for side in SIDES)
+    results = ((left, right),)
+    upper, lower = left, right  # tiles with the high halves of the blocks on the diagonal
+    if dtype != jnp.bfloat16:
+        upper = lower = buffers["high"]
+        results += ((upper, None),)
+    low, below = buffers["low"], (buffers["below_high"], buffers["below_low"])
+    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=tiles.MATRIX)
+    own = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
+    own = lanes.lower_triangle(own, strict=True, interpret=interpret)
+    between = lanes.halves(x[:, :HALF], interpret=interpret)
+    lanes.store_lower_rows(below, between, interpret=interpret)
+    substitution.store_inverses(own, buffers["blocks"], results, low, interpret=interpret)
+    plgpu.commit_smem()
+    weights = lanes.halves(_product((lower, low), below), interpret=interpret)
+    corner = _product(weights, (_rows(upper, 0), _rows(low, 0)), interpret=interpret)
+    lanes.store_lower_rows((_rows(left, HALF),), (corner.astype(dtype),), interpret=interpret)
+    return left, right
 
 
 def copy_inverse(halves: tuple, out) -> None:
@@ -168,11 +104,14 @@ def copy_inverse(halves: tuple, out) -> None:
         plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
 
 
-def below_diagonal(plan, tile) -> jax.Array:
-    """`stril(D * (k k^T) * beta_j)` of a chunk."""
-    x = tiles.product((CHUNK, CHUNK), (tile["k"], tiles.transposed(tile["k"])))
-    x *= tiles.over_columns(tiles.column(tile["beta"]), x.shape)
-    return tiles.decayed(plan, tile, x, strict=True)
+def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
+    """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything.
+
+    `meanwhile` is called when the product has been started.
+    """
+    x = tiles.overlaps(tile, "k", meanwhile)
+    x *= tiles.over_columns(-tiles.column(tile["beta"]), x.shape)
+    return tiles.decayed(plan, tile, x)
 
 
 def _body(plan: Plan, names, *args):
@@ -187,7 +126,7 @@ def _body(plan: Plan, names, *args):
         if name in buffers:
             plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
     plgpu.barrier_wait(loaded)
-    x = below_diagonal(plan, buffers)
+    x = minus_overlaps(plan, buffers)
     halves = store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
     plgpu.commit_smem()
     copy_inverse(halves, refs["out"].at[batch, chunk, head])

@@ -80,6 +80,15 @@ class Plan:
         return ("inverse",) * self.delta + ("scores",) * loaded
 
     @property
+    def precise(self) -> bool:
+        """Whether the error that the inverse is applied to keeps 16 bits of mantissa.
+
+        Gradients of `beta` need it where keys are alike. What is saved for them then bounds the
+        forward, and the second product costs nothing; only at K = 128 there are registers for it.
+        """
+        return self.save and self.key_dim == 128 and self.dtype == jnp.bfloat16
+
+    @property
     def score_tiles(self) -> int:
         """Tiles for `tril(D * (q k^T))` where it is computed; shared memory has one at K = 256."""
         if self.map_dim or self.channels:
@@ -105,8 +114,8 @@ class Plan:
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
-            return 240, 104
-        return (200 if self.reverse else 184), 104
+            return 248, 104
+        return 200, 104
 
 
 class Turns(NamedTuple):

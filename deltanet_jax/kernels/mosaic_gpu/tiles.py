@@ -3,7 +3,6 @@
 Imported lazily by the wrappers, because Pallas Mosaic GPU is not needed to import the package.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = [
@@ -38,6 +36,7 @@ __all__ = [
     "store_transposed",
     "tile",
     "transposed",
+    "zeros",
 ]
 
 MATRIX = plgpu.Layout.WGMMA
@@ -89,6 +88,11 @@ def store_f32_transposed(ref, x: jax.Array, *, interpret) -> None:
         ref[...] = x.T
     else:
         transposed(ref)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """In float32 registers."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
 
 
 def matrix(ref) -> jax.Array:
@@ -158,19 +162,24 @@ def _emulated(shape, pairs) -> jax.Array:
     return total
 
 
-def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Array:
+def product(shape: tuple[int, int], *pairs, init=None, meanwhile=None, interpret=None) -> jax.Array:
     """`init` plus the sum of `lhs @ rhs` over pairs of tiles, in float32 registers."""
     if init is not None:
         return accumulate((init, pairs), interpret=interpret)[0]
-    return products((shape, pairs), interpret=interpret)[0]
+    return products((shape, pairs), meanwhile=meanwhile, interpret=interpret)[0]
 
 
-def products(*operands, interpret=None) -> list[jax.Array]:
-    """One product for each `(shape, pairs)`, none waiting for another."""
+def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
+    """One product for each `(shape, pairs)`, none waiting for another.
+
+    `meanwhile` is called when all of them have been started.
+    """
 
     def body(*accs):
         for acc, (_, pairs) in zip(accs, operands, strict=True):
             _start(acc, pairs)
+        if meanwhile is not None:
+            meanwhile()
         return [acc[...] for acc in accs]
 
     if interpret:
@@ -194,24 +203,20 @@ def accumulate(*operands, interpret) -> list[jax.Array]:
     return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
 
 
-def decayed(plan, tile, x: jax.Array, *, strict: bool) -> jax.Array:
-    """`tril(D * x)` of the pairs of a chunk, or `stril` of it, in few registers."""
-    lower = functools.partial(lanes.lower_triangle, strict=strict, interpret=bool(plan.interpret))
-    if plan.gated:
-        gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
-        x *= jnp.exp(lower(gap))
-    return lower(x)
+def decayed(plan, tile, x: jax.Array) -> jax.Array:
+    """`D * x` of the pairs of a chunk; above the diagonal anything, not even finite."""
+    if not plan.gated:
+        return x
+    gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
+    return x * jnp.exp(gap)
 
 
-def overlaps(tile) -> jax.Array:
-    """`q k^T` of a chunk."""
-    return product((CHUNK, CHUNK), (tile["q"], transposed(tile["k"])))
+def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
+    """`x k^T` of a chunk, `x` by name; `meanwhile` is called when it has been started."""
+    pair = tile[name], transposed(tile["k"])
+    return product((CHUNK, CHUNK), pair, meanwhile=meanwhile)
 
 
 def scores(plan, tile) -> jax.Array:
-    """`tril(D * (q k^T))` of a chunk, in fewer instructions than `decayed` makes it."""
-    x = overlaps(tile)
-    mask = chunk_mask()
-    if plan.gated:
-        x *= decay_matrix(row(tile["b"]), column(tile["b_column"]), mask)
-    return jnp.where(mask, x, 0.0)
+    """`tril(D * (q k^T))` of a chunk, in fewer instructions than `lanes` masks it."""
+    return jnp.where(chunk_mask(), decayed(plan, tile, overlaps(tile, "q")), 0.0)

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu import memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.backward_grads import SMALL_BETA
 from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
 
@@ -47,6 +47,10 @@ class Plan(ChunkPlan):
         return ("do", "u") + ("dv",) * self.delta
 
     @property
+    def planes(self) -> tuple[str, ...]:
+        return memory.planes_of(self.value_dim)
+
+    @property
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         outputs = decayed_shapes(self)
         if self.delta:
@@ -59,13 +63,13 @@ class Plan(ChunkPlan):
 def _scratch(plan: Plan):
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
     buffers = dict.fromkeys(plan.values, tile(CHUNK, plan.value_dim))
-    buffers |= dict.fromkeys(("state", "dstate"), tile(WIDTH, plan.value_dim))
+    buffers |= {"state": tile(WIDTH, plan.value_dim), "dstate": tile(plan.value_dim, WIDTH)}
     # Every one of these holds several squares in turn, of pairs or of 64 channels.
     buffers |= dict.fromkeys(("first", "second", "third"), tile(*SQUARE))
     buffers |= {"kept": plgpu.SMEM((WIDTH,), jnp.float32)}
     loaded = {
         "values": plgpu.Barrier(num_arrivals=len(plan.values) + plan.delta),
-        "states": plgpu.Barrier(num_arrivals=2),
+        "states": plgpu.Barrier(num_arrivals=1 + len(plan.planes)),
     }
     if plan.delta:
         buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
@@ -117,9 +121,12 @@ def _body(plan: Plan, names, *args):
     tokens = pl.ds(chunk * CHUNK, CHUNK)
 
     def load_states(at):
-        own = (*place, pl.ds(at * WIDTH, WIDTH))
-        for name in ("state", "dstate"):
-            plgpu.copy_gmem_to_smem(refs[name].at[own], buffers[name], loaded["states"])
+        channels = pl.ds(at * WIDTH, WIDTH)
+        state = refs["state"].at[(*place, channels)]
+        plgpu.copy_gmem_to_smem(state, buffers["state"], loaded["states"])
+        sources = [refs[name] for name in plan.planes]
+        own = batch, tokens, head, channels
+        memory.load_planes(sources, own, buffers["dstate"], loaded["states"])
 
     for name in plan.values:
         values = refs[name].at[batch, tokens, head]
@@ -148,14 +155,15 @@ def _body(plan: Plan, names, *args):
         if plan.delta:
             plgpu.copy_gmem_to_smem(refs["writes_of"].at[own], buffers["third"], loaded["third"])
         plgpu.barrier_wait(loaded["states"])
-        buffers["kept"][...] = plan.scale * _dot_rows(buffers["state"], buffers["dstate"])
-        state, dstate = (tiles.transposed(buffers[x]) for x in ("state", "dstate"))
+        kept = memory.dot_rows(buffers["state"], buffers["dstate"], interpret=plan.interpret)
+        buffers["kept"][...] = plan.scale * kept
+        state = tiles.transposed(buffers["state"])
         read = tiles.product(SQUARE, (buffers["do"], state))
         buffers["first"][...] = (plan.scale * read).astype(plan.dtype)
         if plan.delta:
             erased = tiles.product(SQUARE, (buffers["dv"], state))
             buffers["second"][...] = (-erased).astype(plan.dtype)
-        written = plan.scale * tiles.product(SQUARE, (buffers["u"], dstate))
+        written = plan.scale * tiles.product(SQUARE, (buffers["u"], buffers["dstate"]))
         if plan.delta:
             plgpu.barrier_wait(loaded["third"])
             dbeta += (tiles.matrix(buffers["third"]) * written).sum(axis=1)
@@ -180,7 +188,7 @@ def _body(plan: Plan, names, *args):
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_cotangents(made, beta, u, do, dv, states, dstates, *, scale, interpret=None):
+def chunk_cotangents(made, beta, u, do, dv, states, cotangents, *, scale, interpret=None):
     """Cotangents of what `decayed_chunks` returned, and of beta.
 
     Args:
@@ -191,7 +199,8 @@ def chunk_cotangents(made, beta, u, do, dv, states, dstates, *, scale, interpret
         do: Cotangent of the outputs, `[B, T, HV, V]`.
         dv: Gradient of the values, `[B, T, HV, V]`.
         states: State entering each chunk, `[B, N, HV, K, V]`.
-        dstates: Cotangent over `scale` of the state leaving it, the same shape.
+        cotangents: Of the state leaving each chunk, over `scale`: the `planes` by name, each
+            `[B, T, HV, K]`.
         scale: Factor on `q`.
         interpret: Interpreter parameters, or `None` for the device.
 
@@ -204,7 +213,7 @@ def chunk_cotangents(made, beta, u, do, dv, states, dstates, *, scale, interpret
         batch, chunks, heads, 1, key_dim, do.dtype,
         beta is not None, interpret is not None, value_dim, float(scale),
     )  # fmt: skip
-    inputs = {"do": do, "u": u, "state": states, "dstate": dstates}
+    inputs = {"do": do, "u": u, "state": states} | cotangents
     if plan.delta:
         inputs |= {"dv": dv, "beta_of": beta}
         inputs |= {f"{name}_of": made[name] for name in ("writes", "scores", "overlaps")}

@@ -181,7 +181,7 @@ def _overlaps(plan: Plan, buffers, panels: Panels) -> jax.Array:
     between = {}
     for distance, x in panels.between.items():
         between[distance] = warp.other_triangle(
-            x, distance, buffers["blocks"], interpret=plan.interpret
+            x, distance, buffers["blocks"].at[:, pl.ds(0, BLOCK)], interpret=plan.interpret
         )
         plgpu.commit_smem()
     return _whole(panels.overlaps, between)
@@ -207,7 +207,7 @@ def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
     if plan.save:
         _store_pairs(plan, refs, buffers, place, "overlaps", overlaps)
     plgpu.barrier_wait(loaded["beta"])
-    x = overlaps * tiles.over_columns(tiles.column(buffers["beta"]), overlaps.shape)
+    x = overlaps * tiles.over_columns(-tiles.column(buffers["beta"]), overlaps.shape)
     halves = prep.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
     plgpu.commit_smem()
     prep.copy_inverse(halves, refs["inverse"].at[place])

@@ -1,0 +1,49 @@
+"""How the states of the chunks and their cotangents lie in memory.
+
+With `stride` 2 only the states that enter the even chunks are stored; the one between two of them
+is made again where it is needed.
+
+The cotangent `G` of the state that leaves a chunk is stored transposed, in planes of 64 columns of
+V. A plane is an array `[B, T, HV, K]`: at the 64 tokens of a chunk it holds 64 rows of `G^T`.
+The gradients of `q` and `k` can take the place of the first two planes.
+"""
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+
+__all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of", "stride"]
+
+WIDTH = tiles.CHUNK  # columns of V in a plane, which has a token for each of them
+
+
+def stride(value_dim: int, *, gated: bool) -> int:
+    """Of the chunks whose incoming state is stored.
+
+    It is 1 where the gradients read the state in parts, which leave none of it in shared memory,
+    and with a gate, where they compute more than they load.
+    """
+    return 1 if gated or value_dim > 128 else 2
+
+
+def planes_of(value_dim: int) -> tuple[str, ...]:
+    """The names of all planes, in the order of their columns."""
+    return tuple(f"plane{i}" for i in range(value_dim // WIDTH))
+
+
+def load_planes(planes, place, target, barrier) -> None:
+    """Issues the loads of `G^T` from some planes at `place`, one below the other."""
+    for i, plane in enumerate(planes):
+        rows = pl.ds(i * WIDTH, WIDTH)
+        plgpu.copy_gmem_to_smem(plane.at[place], target.at[rows], barrier)
+
+
+def dot_rows(state, cotangent, *, interpret) -> jax.Array:
+    """`rowsum(S * G)` of the tiles of 64 rows of `S` and of `G^T`; squares keep registers free."""
+    total = 0.0
+    for at in (pl.ds(i, WIDTH) for i in range(0, state.shape[1], WIDTH)):
+        square = tiles.load_transposed(cotangent.at[at], interpret=interpret)
+        total += (tiles.matrix(state.at[:, at]) * square).sum(axis=1)
+    return total
