@@ -76,7 +76,7 @@ class ScanVsChunk:
     are trained; with 0 each is compiled when its turn comes."""
     oracle_tokens: int = 4096
     """The float64 oracle covers the outputs of this many tokens, of one head."""
-    gradient_tokens: int = 512
+    gradient_tokens: int = 128
     """T up to which gradients are compared with those of the recurrence in float64."""
 
     training: bool = True
