@@ -47,7 +47,10 @@ def unfold(x: jax.Array | None, pieces: int) -> jax.Array | None:
 
 
 def terms_of(maps: jax.Array) -> tuple[jax.Array, ...]:
-    """`maps` float32 as the sum of what `chain` reads: two bfloat16 halves, or itself at K = 256."""
+    """Arrays whose sum is `maps`, for `chain`: itself, or two bfloat16 halves for K <= 128.
+
+    The halves keep 16 bits of mantissa, in the same memory.
+    """
     if maps.shape[-1] not in CHAINED:
         return (maps,)
     # A cast there and back is one that the compiler may leave out.
