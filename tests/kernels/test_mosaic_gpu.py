@@ -158,7 +158,7 @@ def test_the_kernel_chains_as_float32_does(key_dim, reverse):
     rng = np.random.default_rng(0)
     pieces = 5
     maps = rng.standard_normal((2 * pieces, 2, key_dim, key_dim)) / key_dim**0.5
-    offsets = rng.standard_normal((2 * pieces, 2, key_dim, 64))
+    offsets = rng.standard_normal((2 * pieces, 2, key_dim, 72))  # of which 64 count
     first = rng.standard_normal((2, 2, key_dim, 64))
     maps, offsets, first = (jnp.asarray(x, jnp.float32) for x in (maps, offsets, first))
     want = split.chain(first, (maps,), offsets, pieces, reverse=reverse)

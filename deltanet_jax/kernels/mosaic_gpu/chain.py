@@ -84,7 +84,8 @@ def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=
     Args:
         first: `[B, HV, K, V]` float32, K up to 128.
         maps: The high and the low half of `M` of every piece, each `[B * P, HV, K, K]` bfloat16.
-        offsets: `R`, or `H` if `reverse`, of every piece, `[B * P, HV, K, V]` float32.
+        offsets: `R`, or `H` if `reverse`, of every piece, `[B * P, HV, K, V]` float32, or more
+            columns, of which the first V are read.
         pieces: P.
         reverse: Whether cotangents go from the last piece to the first.
         interpret: Interpreter parameters, or `None` for the device.
@@ -97,7 +98,7 @@ def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=
     tile = tiles.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
     kernel = plgpu.kernel(
         tiles.named("chain_pieces", functools.partial(_body, plan)),
-        out_type=jax.ShapeDtypeStruct(offsets.shape, jnp.float32),
+        out_type=jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32),
         scratch_types=((tile, tile), plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)),
         grid=(batch * heads * plan.slices,),
         grid_names=("program",),

@@ -167,7 +167,9 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             if state is None:
-                state = jnp.zeros_like(offsets[:: call.pieces])
+                rows, heads, key_dim, _ = maps.shape
+                sizes = (rows // call.pieces, heads, key_dim, v.shape[-1])
+                state = jnp.zeros(sizes, jnp.float32)
             maps = split.terms_of(maps)
             state = split.chain(
                 state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret

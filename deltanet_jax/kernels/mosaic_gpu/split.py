@@ -69,13 +69,14 @@ def chain(
 ) -> jax.Array:
     """What enters every piece, folded, from what enters the first one (the last if `reverse`).
 
-    `maps`, the `terms_of` `[B * P, H, K, K]`, and `offsets` `[B * P, H, K, V]` are those of
-    `x -> M x + R`, or of `x -> M^T x + R` if `reverse`.
+    `maps`, the `terms_of` `[B * P, H, K, K]`, and `offsets`, the first V columns of
+    `[B * P, H, K, V...]`, are those of `x -> M x + R`, or of `x -> M^T x + R` if `reverse`.
     """
     if len(maps) > 1:
         from deltanet_jax.kernels.mosaic_gpu.chain import chain_pieces
 
         return chain_pieces(first, maps, offsets, pieces, reverse=reverse, interpret=interpret)
+    offsets = offsets[..., : first.shape[-1]]
     whole, offsets = (x.reshape(-1, pieces, *x.shape[1:]) for x in (*maps, offsets))
     equation = "bhkl,bhkv->bhlv" if reverse else "bhlk,bhkv->bhlv"
     exact = jax.lax.Precision.HIGHEST
