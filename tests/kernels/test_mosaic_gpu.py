@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
@@ -140,13 +141,31 @@ def test_chained_pieces_equal_the_whole():
     offsets = rng.standard_normal((4, 2, 8, 5)).astype("float32")
     first = rng.standard_normal((1, 2, 8, 5)).astype("float32")
     state, cotangent = first[0], first[0]
-    entering = split.chain(first, maps, offsets, 4, reverse=False)
-    leaving = split.chain(first, maps, offsets, 4, reverse=True)
+    entering = split.chain(first, (maps,), offsets, 4, reverse=False)
+    leaving = split.chain(first, (maps,), offsets, 4, reverse=True)
     for p in range(4):
         np.testing.assert_allclose(entering[p], state, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(leaving[3 - p], cotangent, rtol=1e-5, atol=1e-5)
         state = maps[p] @ state + offsets[p]
         cotangent = np.swapaxes(maps[3 - p], 1, 2) @ cotangent + offsets[3 - p]
+
+
+@interpreted
+@pytest.mark.parametrize("key_dim", split.CHAINED)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_kernel_chains_as_float32_does(key_dim, reverse):
+    """More pieces than maps in shared memory; products of halves keep 16 bits of mantissa."""
+    rng = np.random.default_rng(0)
+    pieces = 5
+    maps = rng.standard_normal((2 * pieces, 2, key_dim, key_dim)) / key_dim**0.5
+    offsets = rng.standard_normal((2 * pieces, 2, key_dim, 72))  # of which 64 count
+    first = rng.standard_normal((2, 2, key_dim, 64))
+    maps, offsets, first = (jnp.asarray(x, jnp.float32) for x in (maps, offsets, first))
+    want = split.chain(first, (maps,), offsets, pieces, reverse=reverse)
+    terms = split.terms_of(maps)
+    interpret = plgpu.InterpretGPUParams()
+    got = split.chain(first, terms, offsets, pieces, reverse=reverse, interpret=interpret)
+    assert relative_rms(np.asarray(got), np.asarray(want)) <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,18 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             if state is None:
-                state = jnp.zeros_like(offsets[:: call.pieces])
-            state = split.chain(state, maps, offsets, call.pieces, reverse=False)
+                rows, heads, key_dim, _ = maps.shape
+                sizes = (rows // call.pieces, heads, key_dim, v.shape[-1])
+                state = jnp.zeros(sizes, jnp.float32)
+            maps = split.terms_of(maps)
+            state = split.chain(
+                state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
+            )
         out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
         final = out.pop("final")
         final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
-        maps = None if maps is None else maps.reshape(-1, call.pieces, *maps.shape[1:])
+        maps = jax.tree.map(lambda x: x.reshape(-1, call.pieces, *x.shape[1:]), maps)
         return _unfold(call, made | out) | {"final": final, "maps": maps}
 
     return batched(launch)(inputs, x.state), inputs
@@ -226,8 +231,10 @@ def _backward(
     if call.pieces > 1:
         zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
         offsets = reverse(zeros, only_state=True)["dstate"]
-        maps = maps.reshape(-1, *maps.shape[2:])
-        dstate = split.chain(dstate, maps, offsets, call.pieces, reverse=True)
+        maps = tuple(x.reshape(-1, *x.shape[2:]) for x in maps)
+        dstate = split.chain(
+            dstate, maps, offsets, call.pieces, reverse=True, interpret=call.interpret
+        )
     cotangents = reverse(dstate, start=call.starts)
     dstate = cotangents.pop("dstate", None)
     if dstate is not None:

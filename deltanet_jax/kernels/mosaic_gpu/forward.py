@@ -150,7 +150,9 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
     if "start" in refs:
-        start = [refs["start"].at[place] for place in places]
+        # That of a map is the same for every head.
+        starts = [place[2:] for place in places] if plan.map_dim else places
+        start = [refs["start"].at[place] for place in starts]
         state = [tiles.load_f32_transposed(x, interpret=plan.interpret) for x in start]
     else:
         state = [tiles.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
@@ -237,7 +239,8 @@ def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        `M` `[B, HV, K, K]` and `R` `[B, HV, K, V]`, float32.
+        `M` `[B, HV, K, K]`, and `[B, HV, K, V + K]` that begins with the columns of `R`; a kernel
+        reads them there without a copy. Both float32.
     """
     heads, value_dim = v.shape[2:]
     writes = k if channels is None else channels["writes"]
@@ -249,12 +252,11 @@ def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
     )  # fmt: skip
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
-    start = jnp.broadcast_to(start, (batch, heads, *start.shape))
     inputs = {"v": v, "start": start} | serial.inputs_of(None, k, inverse, vectors, channels)
     own = {}
-    outputs = {"final": jax.ShapeDtypeStruct(start.shape, jnp.float32)}
+    outputs = {"final": jax.ShapeDtypeStruct((batch, heads, *start.shape), jnp.float32)}
     final = serial.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,
     )["final"]  # fmt: skip
-    return final[..., value_dim:], final[..., :value_dim]
+    return final[..., value_dim:], final

@@ -4,17 +4,20 @@ Over a piece the state obeys `S' = M S + R`, and its cotangent `G = M^T G' + H`.
 the maps of all pieces, a short loop chains them, and then every piece runs on its own.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["chain", "fold", "pieces_of", "unfold"]
+__all__ = ["chain", "fold", "pieces_of", "terms_of", "unfold"]
 
 
 # The pass over the maps costs about twice the forward; fewer pieces would not pay for it.
 FEWEST = 8
 SHORTEST = 16  # chunks
+CHAINED = (64, 128)  # K for which a kernel chains the pieces
 
 
 def pieces_of(batch: int, chunks: int, heads: int, key_dim: int, value_dim: int) -> int:
@@ -43,21 +46,44 @@ def unfold(x: jax.Array | None, pieces: int) -> jax.Array | None:
     return x.reshape(BP // pieces, T * pieces, *rest)
 
 
+def terms_of(maps: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays whose sum is `maps`, for `chain`: itself, or two bfloat16 halves for K <= 128.
+
+    The halves keep 16 bits of mantissa, in the same memory.
+    """
+    if maps.shape[-1] not in CHAINED:
+        return (maps,)
+    # A cast there and back is one that the compiler may leave out.
+    high = jax.lax.reduce_precision(maps, exponent_bits=8, mantissa_bits=7)
+    return high.astype(jnp.bfloat16), (maps - high).astype(jnp.bfloat16)
+
+
 def chain(
-    first: jax.Array, maps: jax.Array, offsets: jax.Array, pieces: int, *, reverse: bool
+    first: jax.Array,
+    maps: tuple[jax.Array, ...],
+    offsets: jax.Array,
+    pieces: int,
+    *,
+    reverse: bool,
+    interpret: Any = None,
 ) -> jax.Array:
     """What enters every piece, folded, from what enters the first one (the last if `reverse`).
 
-    `maps` `[B * P, H, K, K]` and `offsets` `[B * P, H, K, V]` are those of `x -> M x + R`, or of
-    `x -> M^T x + R` if `reverse`.
+    `maps`, the `terms_of` `[B * P, H, K, K]`, and `offsets`, the first V columns of
+    `[B * P, H, K, V...]`, are those of `x -> M x + R`, or of `x -> M^T x + R` if `reverse`.
     """
-    maps, offsets = (x.reshape(-1, pieces, *x.shape[1:]) for x in (maps, offsets))
+    if len(maps) > 1:
+        from deltanet_jax.kernels.mosaic_gpu.chain import chain_pieces
+
+        return chain_pieces(first, maps, offsets, pieces, reverse=reverse, interpret=interpret)
+    offsets = offsets[..., : first.shape[-1]]
+    whole, offsets = (x.reshape(-1, pieces, *x.shape[1:]) for x in (*maps, offsets))
     equation = "bhkl,bhkv->bhlv" if reverse else "bhlk,bhkv->bhlv"
     exact = jax.lax.Precision.HIGHEST
     order = range(pieces - 1, 0, -1) if reverse else range(pieces - 1)
     entering = [first]
     for p in order:
-        moved = jnp.einsum(equation, maps[:, p], entering[-1], precision=exact)
+        moved = jnp.einsum(equation, whole[:, p], entering[-1], precision=exact)
         entering.append(moved + offsets[:, p])
     if reverse:
         entering.reverse()

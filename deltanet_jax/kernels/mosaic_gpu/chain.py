@@ -1,0 +1,108 @@
+"""The pieces of a split sequence, one after another; heads and columns of V in parallel.
+
+`S` enters a piece and `S'` the next one, or `G` leaves a piece and `G'` the one before it::
+
+    S' = M S + R        G' = M^T G + H
+
+As in `forward`, `S^T` has one column of V to a row, so that it is the left operand of the next
+product straight from registers. Products of 16-bit pairs (three of them) keep 16 bits of mantissa.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
+
+__all__ = ["chain_pieces"]
+
+WIDTH = 64  # columns of V of one program
+STAGES = 3  # maps in shared memory, 192 KiB at K = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch; a program is 64 columns of one head."""
+
+    pieces: int
+    heads: int  # value heads
+    slices: int  # of the columns of V
+    reverse: bool
+    interpret: bool
+
+
+def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
+    item = lax.axis_index("program")
+    part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
+    batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
+    columns = pl.ds(part * WIDTH, WIDTH)
+    last = plan.pieces - 1  # of the order of the walk; its map is not read
+
+    def place(i):
+        return batch * plan.pieces + (last - i if plan.reverse else i), head
+
+    def load(i):
+        stage = lax.rem(i, STAGES)
+        for source, target in zip((high, low), buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[place(i)], target.at[stage], loaded.at[stage])
+
+    def store(i, state):
+        target = entering.at[(*place(i), slice(None), columns)]
+        tiles.store_f32_transposed(target, state, interpret=plan.interpret)
+
+    def step(i, state):
+        added = offsets.at[(*place(i), slice(None), columns)]
+        added = tiles.load_f32_transposed(added, interpret=plan.interpret)
+        store(i, state)
+        left, left_low = lanes.halves(state, interpret=plan.interpret)
+        stage = lax.rem(i, STAGES)
+        plgpu.barrier_wait(loaded.at[stage])
+        right = (x.at[stage] for x in buffers)
+        right, right_low = right if plan.reverse else map(tiles.transposed, right)
+        pairs = (left, right), (left, right_low), (left_low, right)
+        (state,) = tiles.accumulate((added, pairs), interpret=plan.interpret)
+        # Every warp has read the map before another takes its place.
+        plgpu.commit_smem()
+        pl.when(i + STAGES < last)(lambda: load(i + STAGES))
+        return state
+
+    for i in range(min(STAGES, last)):
+        load(i)
+    start = first.at[batch, head, :, columns]
+    state = tiles.load_f32_transposed(start, interpret=plan.interpret)
+    store(last, lax.fori_loop(0, last, step, state))
+
+
+def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=None):
+    """What enters every piece, from what enters the first one (the last if `reverse`).
+
+    Args:
+        first: `[B, HV, K, V]` float32, K up to 128.
+        maps: The high and the low half of `M` of every piece, each `[B * P, HV, K, K]` bfloat16.
+        offsets: `R`, or `H` if `reverse`, of every piece, `[B * P, HV, K, V]` float32, or more
+            columns, of which the first V are read.
+        pieces: P.
+        reverse: Whether cotangents go from the last piece to the first.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        `[B * P, HV, K, V]` float32.
+    """
+    batch, heads, key_dim, value_dim = first.shape
+    plan = Plan(pieces, heads, value_dim // WIDTH, reverse, bool(interpret))
+    tile = tiles.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
+    kernel = plgpu.kernel(
+        tiles.named("chain_pieces", functools.partial(_body, plan)),
+        out_type=jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32),
+        scratch_types=((tile, tile), plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)),
+        grid=(batch * heads * plan.slices,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    return kernel(first, *maps, offsets)
