@@ -11,25 +11,27 @@ import jax
 __all__ = ["Compiled", "compile_ahead", "prefer_quick_compilation"]
 
 # Products on a GPU by cuBLAS, by its own choice of kernel.
-QUICK = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+QUICK = {"--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false"}
 
 _TRACING = threading.Lock()
 
 
 class Compiled(NamedTuple):
-    """A program, and how long it was made."""
+    """A program, and how long making it took."""
 
     program: jax.stages.Compiled
     seconds: float
 
 
 def prefer_quick_compilation() -> None:
-    """Unless the user set XLA_FLAGS; before JAX first asks for a device.
+    """Unless XLA_FLAGS says otherwise; before JAX first asks for a device.
 
     Timing several kernels for every product, XLA takes longer to compile most of these programs
     for a GPU than they run.
     """
-    os.environ.setdefault("XLA_FLAGS", QUICK)
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [f"{flag}={value}" for flag, value in QUICK.items() if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 
 def compile_ahead(

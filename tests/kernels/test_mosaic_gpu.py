@@ -90,10 +90,10 @@ def test_split_sequences_equal_the_recurrence(monkeypatch, gate):
 
 
 @interpreted
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_no_initial_state_is_one_of_zeros(monkeypatch, pieces):
+@pytest.mark.parametrize(("pieces", "delta"), [(1, True), (2, False)])
+def test_no_initial_state_is_one_of_zeros(monkeypatch, pieces, delta):
     monkeypatch.setattr(split, "pieces_of", lambda *sizes: pieces)
-    x = inputs(T=128, delta=False)
+    x = inputs(T=128, delta=delta)
     zeros = outputs_and_gradients(_run, x | {"initial_state": 0 * x["initial_state"]}, "bfloat16")
     del x["initial_state"]
     for name, got in outputs_and_gradients(_run, x, "bfloat16").items():

@@ -21,7 +21,7 @@ A persistent program per multiprocessor walks over (batch, run of chunks, head, 
 first state of a run is loaded, the next one made in its place: `S' = S + (k * beta)^T u`, as there
 is no gate where runs are longer than a chunk. One warpgroup computes `dq` and these states, one
 `dk`; the third only issues loads, each tile's next load as soon as both have used it, because the
-kernel is bound by memory (12.6 MFLOP for 190 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
+kernel is bound by memory (12.6 MFLOP for 176 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
 import dataclasses
@@ -509,7 +509,8 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
         dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
         states: State entering every `memory.stride`-th chunk, `[B, N', HV, K, V]`.
         cotangents: Of the state leaving each chunk, over `scale`: the `planes` by name, each
-            `[B, T, HV, K]`. `dq` and `dk` take the place of the first two.
+            `[B, T, HV, K]`. `dq` and `dk` take the place of the first
+            two; at V = 64, with one plane, only `dq` does.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
         scale: Factor on `q`.

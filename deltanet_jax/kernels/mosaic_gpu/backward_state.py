@@ -148,8 +148,8 @@ def reverse_states(
 
     Returns:
         A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangents of the state leaving each
-        chunk in `planes` by name, each `[B, T, HV, K]`, and `dstate` of the initial state,
-        float32.
+        chunk in `planes` by name, each `[B, T, HV, K]`, and, if `start`, that of the initial
+        state `dstate` `[B, HV, K, V]`, float32.
     """
     vectors = _vectors(beta, b)
     plan = serial.plan_for(

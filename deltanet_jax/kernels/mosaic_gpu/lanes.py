@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 BLOCK = 16
-VECTOR = 4  # floats in one access
+QUAD = 4  # lanes that share a row of a product
 WARP = 32
 
 
@@ -68,8 +68,8 @@ def _lower(ctx, x, *, strict: bool):
     warps = utils.c(x.shape[1] // BLOCK, i32)  # of a block
     warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), warps)
     lane = arith.remui(thread, utils.c(WARP, i32))
-    row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(VECTOR, i32)))
-    column = arith.muli(arith.remui(lane, utils.c(VECTOR, i32)), utils.c(2, i32))
+    row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(QUAD, i32)))
+    column = arith.muli(arith.remui(lane, utils.c(QUAD, i32)), utils.c(2, i32))
     ahead = arith.subi(row, column)
     registers = x.registers.copy()
     flat = registers.reshape(-1, 2)

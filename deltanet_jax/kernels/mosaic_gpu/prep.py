@@ -76,7 +76,8 @@ def _rows(tile, first: int):
 def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     """Stores `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
 
-    Until the inverse is read, nothing of `buffers` may be in use. `commit_smem` is the caller's.
+    Nothing of `buffers` may be in use before, nor change until the inverse has been read.
+    `commit_smem` is the caller's.
     """
     left, right = (buffers[side] for side in SIDES)
     results = ((left, right),)

@@ -84,7 +84,8 @@ class Plan:
         """Whether the error that the inverse is applied to keeps 16 bits of mantissa.
 
         Gradients of `beta` need it where keys are alike. What is saved for them then bounds the
-        forward, and the second product costs nothing; only at K = 128 there are registers for it.
+        forward, and the second product costs nothing; only at K = 128 there are registers for it,
+        and float16 keeps 11 bits as it is.
         """
         return self.save and self.key_dim == 128 and self.dtype == jnp.bfloat16
 

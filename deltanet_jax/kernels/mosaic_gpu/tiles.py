@@ -162,11 +162,11 @@ def _emulated(shape, pairs) -> jax.Array:
     return total
 
 
-def product(shape: tuple[int, int], *pairs, init=None, meanwhile=None, interpret=None) -> jax.Array:
+def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Array:
     """`init` plus the sum of `lhs @ rhs` over pairs of tiles, in float32 registers."""
     if init is not None:
         return accumulate((init, pairs), interpret=interpret)[0]
-    return products((shape, pairs), meanwhile=meanwhile, interpret=interpret)[0]
+    return products((shape, pairs), interpret=interpret)[0]
 
 
 def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
@@ -183,6 +183,8 @@ def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
         return [acc[...] for acc in accs]
 
     if interpret:
+        if meanwhile is not None:
+            meanwhile()
         return [_emulated(*x) for x in operands]
     accs = [plgpu.ACC(shape, jnp.float32) for shape, _ in operands]
     # Without the barrier the compiler moves arithmetic on the result before the wait.
@@ -214,7 +216,7 @@ def decayed(plan, tile, x: jax.Array) -> jax.Array:
 def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
     """`x k^T` of a chunk, `x` by name; `meanwhile` is called when it has been started."""
     pair = tile[name], transposed(tile["k"])
-    return product((CHUNK, CHUNK), pair, meanwhile=meanwhile)
+    return products(((CHUNK, CHUNK), (pair,)), meanwhile=meanwhile)[0]
 
 
 def scores(plan, tile) -> jax.Array:

@@ -68,13 +68,12 @@ def _scratch(plan: Plan):
     buffers |= dict.fromkeys(("first", "second", "third"), tile(*SQUARE))
     buffers |= {"kept": plgpu.SMEM((WIDTH,), jnp.float32)}
     loaded = {
-        "values": plgpu.Barrier(num_arrivals=len(plan.values) + plan.delta),
+        "values": plgpu.Barrier(num_arrivals=len(plan.values) + 2 * plan.delta),
         "states": plgpu.Barrier(num_arrivals=1 + len(plan.planes)),
     }
     if plan.delta:
         buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
         buffers |= {"beta_column": plgpu.SMEM((CHUNK,), jnp.float32)}
-        loaded["values"] = plgpu.Barrier(num_arrivals=len(plan.values) + 2)
         loaded |= {"third": plgpu.Barrier()}
     return buffers, loaded
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
+from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
 
 LAYOUT = plgpu.Layout.WGMMA
 EIGHT = 8  # rows and columns of one register of a warp
-WARP = 32
 
 
 def exchange_shape(width: int, *, uniform: bool) -> tuple[int, int, int]:
