@@ -61,10 +61,10 @@ class Needle(ModelSweep):
     """A needle in repeated and in random tokens: gate and delta rule, longer than in training."""
 
     rates: tuple[float, ...] = (1e-2,)
-    steps: int = 400
+    steps: int = 350
     block: int = 50
     batch_size: int = 16
-    memories: tuple[str, ...] = ("delta", "gated-delta", "linear")
+    memories: tuple[str, ...] = ("delta", "gated-delta")
     """Models, in the order of training."""
     length: int = 16
     """Tokens of a sequence in training."""
