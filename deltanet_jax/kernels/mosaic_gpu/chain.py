@@ -18,16 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
+from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH
 
 __all__ = ["chain_pieces"]
 
-WIDTH = 64  # columns of V of one program
 STAGES = 3  # maps in shared memory, 192 KiB at K = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about one launch; a program is 64 columns of one head."""
+    """Everything static about one launch; a program is WIDTH columns of one head."""
 
     pieces: int
     heads: int  # value heads
@@ -59,12 +59,13 @@ def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
         added = offsets.at[(*place(i), slice(None), columns)]
         added = tiles.load_f32_transposed(added, interpret=plan.interpret)
         store(i, state)
-        left, left_low = lanes.halves(state, interpret=plan.interpret)
+        left = lanes.halves(state, interpret=plan.interpret)
         stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(loaded.at[stage])
-        right = (x.at[stage] for x in buffers)
-        right, right_low = right if plan.reverse else map(tiles.transposed, right)
-        pairs = (left, right), (left, right_low), (left_low, right)
+        right = [x.at[stage] for x in buffers]
+        if not plan.reverse:
+            right = [tiles.transposed(x) for x in right]
+        pairs = tiles.of_halves(left, right)
         (state,) = tiles.accumulate((added, pairs), interpret=plan.interpret)
         # Every warp has read the map before another takes its place.
         plgpu.commit_smem()

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import fused, lanes, memory, serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import fused, lanes, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["run_states", "state_maps"]
@@ -120,14 +120,13 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
     place = batch, head, columns
-    stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
 
     def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
             _keep(plan, own["state"].at[keys], block)
 
     def save_state(chunk):
-        target = refs["states"].at[batch, lax.div(chunk, stride), head, :, columns]
+        target = refs["states"].at[batch, lax.div(chunk, plan.stride), head, :, columns]
         plgpu.copy_smem_to_gmem(own["state"], target)
 
     def step(chunk, state):
@@ -137,7 +136,7 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
         _keep(plan, tile["o"], o * plan.scale)
-        kept = jnp.logical_and(chunk + 1 < plan.chunks, lax.rem(chunk + 1, stride) == 0)
+        kept = jnp.logical_and(chunk + 1 < plan.chunks, lax.rem(chunk + 1, plan.stride) == 0)
         if plan.save:
             pl.when(kept)(lambda: keep_state(state))
         plgpu.commit_smem()
@@ -206,8 +205,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
     final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
     outputs = {"o": shape(v.shape, v.dtype), "final": shape(final, jnp.float32)}
     if save:
-        stride = memory.stride(plan.value_dim, gated=plan.gated or plan.channels)
-        runs = -(-plan.chunks // stride)
+        runs = -(-plan.chunks // plan.stride)
         states = (plan.batch, runs, plan.heads, plan.key_dim, plan.value_dim)
         outputs |= {"states": shape(states, v.dtype)}
         own |= {"state": (plan.key_dim, WIDTH)}

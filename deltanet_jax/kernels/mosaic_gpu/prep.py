@@ -64,9 +64,8 @@ def inverse_buffers(dtype, *count: int) -> dict:
 
 
 def _product(x, y, interpret=None) -> jax.Array:
-    """`x y` of two pairs, `[C, 32]`, without the product of the two low halves."""
-    pairs = (x[0], y[0]), (x[0], y[1]), (x[1], y[0])
-    return tiles.product((CHUNK, HALF), *pairs, interpret=interpret)
+    """`x y` of two pairs, `[C, 32]`."""
+    return tiles.product((CHUNK, HALF), *tiles.of_halves(x, y), interpret=interpret)
 
 
 def _rows(tile, first: int):

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu import memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["WIDTH", "Plan", "Turns", "columns_of", "inputs_of", "launch", "plan_for"]
@@ -50,6 +50,11 @@ class Plan:
     @property
     def slices(self) -> int:
         return (self.value_dim + self.map_dim) // (self.columns * WIDTH)
+
+    @property
+    def stride(self) -> int:
+        """Of the chunks whose incoming state is stored."""
+        return memory.stride(self.value_dim, gated=self.gated or self.channels)
 
     @property
     def rows(self) -> tuple:

@@ -25,6 +25,7 @@ __all__ = [
     "load_transposed",
     "matrix",
     "named",
+    "of_halves",
     "over_columns",
     "over_rows",
     "overlaps",
@@ -189,6 +190,11 @@ def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
     accs = [plgpu.ACC(shape, jnp.float32) for shape, _ in operands]
     # Without the barrier the compiler moves arithmetic on the result before the wait.
     return jax.lax.optimization_barrier(pl.run_scoped(body, *accs))
+
+
+def of_halves(x, y) -> tuple:
+    """The products that make `x y` of two 16-bit pairs; that of the two low halves is left out."""
+    return (x[0], y[0]), (x[0], y[1]), (x[1], y[0])
 
 
 def accumulate(*operands, interpret) -> list[jax.Array]:
