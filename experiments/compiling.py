@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["Compiled", "compile_ahead", "prefer_quick_compilation"]
+__all__ = ["Compiled", "compile_ahead", "cpu_optimization", "prefer_quick_compilation"]
 
 # Products on a GPU by cuBLAS, by its own choice of kernel.
 QUICK = {"--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false"}
 
 _TRACING = threading.Lock()
+
+Options = dict[str, bool | int | str]
 
 
 class Compiled(NamedTuple):
@@ -34,10 +36,17 @@ def prefer_quick_compilation() -> None:
     os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 
+def cpu_optimization(level: int | None) -> Options | None:
+    """Compiler options for this level of XLA's optimisation where code is made for a CPU."""
+    if level is None or jax.default_backend() != "cpu":
+        return None
+    return {"xla_backend_optimization_level": level}
+
+
 def compile_ahead(
     function: Callable[..., Any],
     *arguments: Any,
-    compiler_options: dict[str, bool | int | str] | None = None,
+    compiler_options: Options | None = None,
     **jit_options: Any,
 ) -> Compiled:
     """Compile for arguments of these shapes.

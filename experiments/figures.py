@@ -103,8 +103,9 @@ def save(fig: Figure, directory: Path, name: str) -> list[Path]:
     # The font's own time stamp makes the PDF writer complain on standard error.
     logging.getLogger("fontTools").setLevel(logging.ERROR)
     paths = [directory / f"{name}.{kind}" for kind in ("png", "pdf")]
-    for path in paths:
-        fig.savefig(path)
+    fig.savefig(paths[0])
+    fig.set_layout_engine("none")  # the second file needs no second search for the same layout
+    fig.savefig(paths[1])
     return paths
 
 

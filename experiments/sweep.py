@@ -25,7 +25,7 @@ from flax import nnx
 from rich.progress import Progress
 
 from experiments import checkpoint
-from experiments.compiling import compile_ahead
+from experiments.compiling import compile_ahead, cpu_optimization
 from experiments.progress import progress_bar
 from experiments.record import Row, Run
 from experiments.tables import console
@@ -196,11 +196,6 @@ def _arrays(options: Sweep, case: Case, stream: int) -> tuple[jax.Array, jax.Arr
 PARAMETERS, BATCHES, MEASUREMENT = range(3)
 
 
-def _compiler_options() -> dict[str, bool | int | str] | None:
-    """On a CPU a case of a thousand small steps takes longer to optimise than to run."""
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-
-
 def _optimizer(options: Sweep) -> optax.GradientTransformation:
     """AdamW at rate 1, warmed up for a twentieth and then decayed; lanes scale its updates."""
     schedule = optax.warmup_cosine_decay_schedule(
@@ -259,7 +254,8 @@ def _compile(options: Sweep, case: Case) -> Program:
     keys, rates, variants = _arrays(options, case, PARAMETERS)
     state = jax.eval_shape(jax.vmap(start), keys)
     blocks = jax.vmap(block, in_axes=(0, 0, 0, 0, None))
-    build = partial(compile_ahead, compiler_options=_compiler_options())
+    # A case of a thousand small steps takes longer to optimise than to run.
+    build = partial(compile_ahead, compiler_options=cpu_optimization(0))
     built = (
         build(jax.vmap(start), keys),
         build(blocks, state, keys, rates, variants, jnp.asarray(0), donate_argnums=0),

@@ -14,7 +14,7 @@ from rich.progress import Progress, TaskID
 from deltanet_jax import linear_attention, why_not
 from deltanet_jax.compat import enable_x64
 from deltanet_jax.core import reference
-from experiments.compiling import compile_ahead
+from experiments.compiling import compile_ahead, cpu_optimization
 from experiments.machine import available_memory
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.costs import Cost, Sizes, predict
@@ -220,7 +220,10 @@ def prepare(options: ScanVsChunk, case: Case, budget: float) -> Prepared:
     shapes = jax.eval_shape(functools.partial(inputs.__wrapped__, options, *case[2:6]))
     whole = functools.partial(function, implementation=name, C=case.C)
     try:
-        program, seconds = compile_ahead(whole, *shapes[: 1 + _is_backward(case)])
+        arguments = shapes[: 1 + _is_backward(case)]
+        program, seconds = compile_ahead(
+            whole, *arguments, compiler_options=cpu_optimization(options.optimization_level)
+        )
     except jax.errors.JaxRuntimeError as error:
         return Prepared(row | _failure(error), None)
     row["compile_seconds"] = seconds

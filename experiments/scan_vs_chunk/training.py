@@ -15,7 +15,7 @@ from deltanet_jax import AssociativeDeltaNet, ChunkwiseDeltaNet, RecurrentDeltaN
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
 from deltanet_jax.models.training import make_optimizer, train_step
 from experiments.checkpoint import load, save
-from experiments.compiling import compile_ahead
+from experiments.compiling import compile_ahead, cpu_optimization
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.options import ScanVsChunk
 from experiments.tasks.text import Text, batch, note_text, read_text
@@ -101,7 +101,13 @@ def _prepare(options: ScanVsChunk, plan: Plan) -> Ready:
     # Some accelerators round the operands of float32 products; the forms would round differently.
     exact = "highest" if plan.config.compute_dtype == np.float32 else None
     with jax.default_matmul_precision(exact):
-        compiled, seconds = compile_ahead(step, state, tokens, donate_argnums=0)
+        compiled, seconds = compile_ahead(
+            step,
+            state,
+            tokens,
+            compiler_options=cpu_optimization(options.optimization_level),
+            donate_argnums=0,
+        )
     return Ready(state, compiled, seconds, compiled.memory_analysis().temp_size_in_bytes)
 
 

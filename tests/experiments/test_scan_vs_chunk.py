@@ -19,7 +19,7 @@ from experiments.scan_vs_chunk.operators import Case
 TINY = ScanVsChunk(
     lengths=(32,), head_dim=8, head_dims=(8,), chunk_sizes=(64,), head_sweep_length=32,
     chunk_sweep_length=32, ratio_lengths=(32,), ratio_tokens=32, ratio_width=8, repeats=3,
-    threads=2, steps=4, train_batch=2, train_length=32, width=16, layers=1,
+    threads=2, optimization_level=1, steps=4, train_batch=2, train_length=32, width=16, layers=1,
     train_heads=1, checkpoint_every=2, text_bytes=20_000, large_arms=("chunkwise",),
     large_width=16, large_layers=1, large_heads=1, large_batch=2, large_length=32, large_steps=2,
 )  # fmt: skip
@@ -182,7 +182,7 @@ def test_the_large_model_has_about_100_million_parameters_and_was_trained(whole)
     ("message", "status"), [("RESOURCE_EXHAUSTED: 1 TB", "does not fit"), ("INTERNAL", "failed")]
 )
 def test_a_case_that_the_device_refuses_is_a_row(monkeypatch, message, status):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(operators, "compile_ahead", refuse)
