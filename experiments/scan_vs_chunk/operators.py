@@ -112,6 +112,7 @@ def memory_budget(options: ScanVsChunk) -> float:
 
 
 @functools.lru_cache(maxsize=2)
+@functools.partial(jax.jit, static_argnums=range(5))
 def inputs(
     options: ScanVsChunk, B: int, T: int, H: int, d: int
 ) -> tuple[Arrays, tuple[jax.Array, jax.Array]]:
