@@ -5,9 +5,10 @@
 
 The peer is optional (`pip install --no-deps jax-linear-attention==0.1.0` with its needs, on Python
 3.12 or newer); without it our rows stand alone. Programs are compiled before anything is timed
-and then called in turn, A B A B; the table gives the median and the range of wall time, the
-temporary memory by XLA's account, and the ratio to the peer's median in the same run. Set
-`OPENBLAS_NUM_THREADS=1` to give the peer its best case: its triangular solves are batched.
+and then called in turn, A B A B, after a pause in which the system takes back what the call before
+has freed; the table gives the median and the range of wall time, the temporary memory by XLA's
+account, and the ratio to the peer's median in the same run. Set `OPENBLAS_NUM_THREADS=1` to give
+the peer its best case: its triangular solves are batched.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from deltanet_jax import delta_rule
 
 B, T, H, D = 1, 4096, 4, 128
+PAUSE = 0.05  # seconds before each call
 Operator = Callable[..., jax.Array]
 
 
@@ -79,6 +81,7 @@ def measure(name: str, operators: dict[str, Operator], rounds: int) -> None:
     times: dict[str, list[float]] = {label: [] for label in programs}
     for _ in range(rounds):
         for label, (program, given) in programs.items():
+            time.sleep(PAUSE)
             start = time.perf_counter()
             jax.block_until_ready(program(*given))
             times[label].append(1e3 * (time.perf_counter() - start))

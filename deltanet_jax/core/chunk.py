@@ -21,7 +21,16 @@ from deltanet_jax.core.decay import decay_from_start, decay_to_end, scores, tota
 from deltanet_jax.core.recurrence import dot
 from deltanet_jax.core.wy import unit_lower_solve
 
-__all__ = ["Chunk", "WYForm", "chunk_map", "prepare_wy", "read", "solve_writes", "write"]
+__all__ = [
+    "Chunk",
+    "WYForm",
+    "chunk_map",
+    "prepare_wy",
+    "read",
+    "scale",
+    "system_of",
+    "write",
+]
 
 Precision = jax.lax.Precision | None
 
@@ -36,11 +45,11 @@ class Chunk(NamedTuple):
     beta: Float[Array, "*B C 1"] | None
 
 
-def _scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+def scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
     return x if decay is None else x * decay
 
 
-def _system(
+def system_of(
     chunk: Chunk, beta: Float[Array, "*B C 1"], precision: Precision
 ) -> Float[Array, "*B C C"]:
     """`L = stril(beta_i P(k,k)_ij)`."""
@@ -65,34 +74,19 @@ class WYForm(NamedTuple):
         self, state: Float[Array, "*B K V"], writes: Float[Array, "*B C V"], precision: Precision
     ) -> Float[Array, "*B K V"]:
         """`S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U~`."""
-        return _scale(state, self.total) + dot("...ck,...cv->...kv", self.keys, writes, precision)
+        return scale(state, self.total) + dot("...ck,...cv->...kv", self.keys, writes, precision)
 
 
 def prepare_wy(chunk: Chunk, precision: Precision) -> WYForm:
     """Form 2 of a chunk; also the only form of a member without the delta rule."""
-    keys, total = _scale(chunk.k, decay_to_end(chunk.g)), total_decay(chunk.g)
+    keys, total = scale(chunk.k, decay_to_end(chunk.g)), total_decay(chunk.g)
     if chunk.beta is None:
         return WYForm(None, chunk.v, keys, total)
-    keys_in = _scale(chunk.k, decay_from_start(chunk.g))
+    keys_in = scale(chunk.k, decay_from_start(chunk.g))
     rhs = jnp.concatenate([chunk.beta * keys_in, chunk.beta * chunk.v], axis=-1)
-    factors = unit_lower_solve(_system(chunk, chunk.beta, precision), rhs)
+    factors = unit_lower_solve(system_of(chunk, chunk.beta, precision), rhs)
     K = chunk.k.shape[-1]
     return WYForm(factors[..., :K], factors[..., K:], keys, total)
-
-
-def solve_writes(
-    chunk: Chunk, state: Float[Array, "*B K V"], precision: Precision
-) -> Float[Array, "*B C V"]:
-    """Form 1, `(I + L) U~ = beta * (v - (k*exp(b)) S)`: solved with the incoming state."""
-    if chunk.beta is None:
-        return chunk.v
-    keys_in = _scale(chunk.k, decay_from_start(chunk.g))
-    error = chunk.v - dot("...ck,...kv->...cv", keys_in, state, precision)
-    # Spread by a product with ones: its transpose, the sum over V that makes dbeta, is then a
-    # matrix product too, several times faster on a CPU than a reduction of this size.
-    spread = jnp.ones((1, error.shape[-1]), error.dtype)
-    beta = dot("...co,ov->...cv", chunk.beta, spread, jax.lax.Precision.HIGHEST)
-    return unit_lower_solve(_system(chunk, chunk.beta, precision), beta * error)
 
 
 def write(
@@ -102,9 +96,9 @@ def write(
     precision: Precision,
 ) -> Float[Array, "*B K V"]:
     """`S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U~`."""
-    keys_out = _scale(chunk.k, decay_to_end(chunk.g))
+    keys_out = scale(chunk.k, decay_to_end(chunk.g))
     new = dot("...ck,...cv->...kv", keys_out, writes, precision)
-    return _scale(state, total_decay(chunk.g)) + new
+    return scale(state, total_decay(chunk.g)) + new
 
 
 def read(
@@ -114,7 +108,7 @@ def read(
     precision: Precision,
 ) -> Float[Array, "*B C V"]:
     """`O = (q*exp(b)) S + tril(P(q,k)) U~`."""
-    queries = _scale(chunk.q, decay_from_start(chunk.g))
+    queries = scale(chunk.q, decay_from_start(chunk.g))
     past = dot("...ck,...kv->...cv", queries, state, precision)
     inside = scores(chunk.q, chunk.k, chunk.g, strict=False, precision=precision)
     return past + dot("...ij,...jv->...iv", inside, writes, precision)

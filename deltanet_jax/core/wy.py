@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-__all__ = ["unit_lower_inverse", "unit_lower_solve"]
+__all__ = [
+    "diagonal_inverses",
+    "substitute",
+    "substitute_transposed",
+    "unit_lower_inverse",
+    "unit_lower_solve",
+]
 
 BLOCK = 32  # rows of a diagonal block, inverted before the substitution
 ROWS = 8  # rows that are inverted one after another; larger blocks are merged from these
@@ -26,7 +32,7 @@ def unit_lower_solve(
     keys that repeat with `beta` near 2 its rows are long alternating sums, and multiplying by
     them costs up to ten times the error of substitution (`docs/mathematics.md`).
     """
-    return _substitute_blocks(strict, _diagonal_inverses(strict), rhs)
+    return substitute(strict, diagonal_inverses(strict), rhs)
 
 
 @unit_lower_solve.defjvp
@@ -35,10 +41,10 @@ def _unit_lower_solve_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     """`dX = (I + L)^-1 (dR - dL X)`: the same solve, and its transpose in reverse mode."""
     strict, rhs = primals
-    inverses = _diagonal_inverses(strict)
-    solution = _substitute_blocks(strict, inverses, rhs)
+    inverses = diagonal_inverses(strict)
+    solution = substitute(strict, inverses, rhs)
     change = tangents[1] - _matmul(jnp.tril(tangents[0], -1), solution)
-    return solution, _substitute_blocks(strict, inverses, change)
+    return solution, substitute(strict, inverses, change)
 
 
 def unit_lower_inverse(strict: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
@@ -55,7 +61,7 @@ def _block_starts(C: int) -> range:
     return range(0, C, BLOCK)
 
 
-def _diagonal_inverses(strict: Float[Array, "*B C C"]) -> Float[Array, "*B N b b"]:
+def diagonal_inverses(strict: Float[Array, "*B C C"]) -> Float[Array, "*B N b b"]:
     """The inverses of the diagonal blocks, the last one padded with rows of the identity."""
     C = strict.shape[-1]
     size = min(BLOCK, C)
@@ -92,7 +98,7 @@ def _substitute_rows(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:
     return jnp.stack(rows, axis=-2)
 
 
-def _substitute_blocks(
+def substitute(
     strict: Float[Array, "*B C C"], inverses: Float[Array, "*B N b b"], rhs: Float[Array, "*B C V"]
 ) -> Float[Array, "*B C V"]:
     """`X_i = (I + L_ii)^-1 (R_i - sum_{j<i} L_ij X_j)`; linear in `rhs`."""
@@ -106,4 +112,21 @@ def _substitute_blocks(
             rows = rows - _matmul(strict[..., start:stop, :start], known)
         inverse = inverses[..., n, : stop - start, : stop - start]
         solved.append(_matmul(inverse, rows))
+    return jnp.concatenate(solved, axis=-2)
+
+
+def substitute_transposed(
+    strict: Float[Array, "*B C C"], inverses: Float[Array, "*B N b b"], rhs: Float[Array, "*B C V"]
+) -> Float[Array, "*B C V"]:
+    """`X_i = (I + L_ii)^-T (R_i - sum_{j>i} L_ji^T X_j)`: the transpose of `substitute`."""
+    C, size = strict.shape[-1], inverses.shape[-1]
+    solved: list[jax.Array] = []
+    for n, start in reversed(list(enumerate(_block_starts(C)))):
+        stop = min(start + size, C)
+        rows = rhs[..., start:stop, :]
+        if solved:
+            known = jnp.concatenate(solved, axis=-2)
+            rows = rows - _matmul(jnp.swapaxes(strict[..., stop:, start:stop], -1, -2), known)
+        inverse = inverses[..., n, : stop - start, : stop - start]
+        solved.insert(0, _matmul(jnp.swapaxes(inverse, -1, -2), rows))
     return jnp.concatenate(solved, axis=-2)

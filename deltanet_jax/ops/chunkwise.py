@@ -6,13 +6,15 @@ again, so temporary memory does not grow with what a chunk needs.
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy, read, solve_writes, write
+from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy, read, write
 from deltanet_jax.core.recurrence import Problem, start_state
+from deltanet_jax.core.solve import solve_chunk
 from deltanet_jax.ops.layout import (
     as_chunks,
     from_chunks,
@@ -25,6 +27,7 @@ __all__ = ["chunkwise", "chunkwise_solve"]
 
 DEFAULT_CHUNK = 64
 SEGMENT_TOKENS = 512  # of all chunks that form 2 prepares together
+PAIRS_FROM = 16  # chunks, from which on form 1 keeps the state before every second one
 
 State = Float[Array, "B H K V"]
 Precision = jax.lax.Precision | None
@@ -41,8 +44,10 @@ def chunkwise(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Arra
 
 def chunkwise_solve(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Form 1: each chunk's triangular system is solved with the state that comes in."""
-    C = min(chunk_size or DEFAULT_CHUNK, problem.q.shape[1])
-    return _scan_blocks(problem, C, _solve_chunk)
+    T = problem.q.shape[1]
+    C = min(chunk_size or DEFAULT_CHUNK, T)
+    chunks = 2 if T >= PAIRS_FROM * C else 1
+    return _scan_blocks(problem, chunks * C, partial(_solve_chunks, chunk_size=C))
 
 
 def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, jax.Array]:
@@ -58,12 +63,21 @@ def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, 
     return o, final_state
 
 
-def _solve_chunk(state: State, tokens: Chunk, *, precision: Precision) -> tuple[State, jax.Array]:
-    """One chunk, from tokens `[B, C, H, *]`."""
-    chunk = map_tokens(lambda x: jnp.swapaxes(x, 1, 2), tokens)
-    writes = solve_writes(chunk, state, precision)
-    o = read(chunk, state, writes, precision)
-    return write(chunk, state, writes, precision), jnp.swapaxes(o, 1, 2)
+def _solve_chunks(
+    state: State, tokens: Chunk, *, chunk_size: int, precision: Precision
+) -> tuple[State, jax.Array]:
+    """One chunk after another, from tokens `[B, T, H, *]`."""
+    chunks = as_chunks(tokens, chunk_size)
+    outputs = []
+    for n in range(chunks.q.shape[0]):
+        chunk = map_tokens(itemgetter(n), chunks)
+        if chunk.beta is None:
+            o = read(chunk, state, chunk.v, precision)
+            state = write(chunk, state, chunk.v, precision)
+        else:
+            state, o = solve_chunk(chunk, state, precision)
+        outputs.append(o)
+    return state, from_chunks(jnp.stack(outputs))
 
 
 def _wy_segment(

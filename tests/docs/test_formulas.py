@@ -13,6 +13,7 @@ import pytest
 from deltanet_jax import compat
 from deltanet_jax.core import chunk, reference
 from deltanet_jax.core.recurrence import step
+from deltanet_jax.core.solve import solve_chunk
 from tests.docs import formulas
 from tests.docs.formulas import Tokens
 
@@ -198,8 +199,7 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
     S = array((K, V))
 
     def form_1(x, S):
-        writes = chunk.solve_writes(x, S, None)
-        return chunk.read(x, S, writes, None), chunk.write(x, S, writes, None)
+        return solve_chunk(x, S, None)
 
     def form_2(x, S):
         form = chunk.prepare_wy(x, None)

@@ -1,0 +1,88 @@
+"""Form 1's written-out derivative against that of its equations in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deltanet_jax.compat import enable_x64
+from deltanet_jax.core.chunk import Chunk
+from deltanet_jax.core.recurrence import step
+from deltanet_jax.core.solve import solve_chunk
+from tests.cases import VARIANTS, Shape, correlated, rng_for, weak_decay
+from tests.tolerances import assert_close
+
+HIGHEST = jax.lax.Precision.HIGHEST
+DELTA = [name for name, variant in VARIANTS.items() if variant.delta]
+
+
+def _inputs(variant: str, C: int) -> tuple[Chunk, jax.Array]:
+    """A chunk `[2, C, *]` and its incoming state."""
+    family = weak_decay if VARIANTS[variant].gate != "none" else correlated
+    inputs = family(variant, Shape(1, C, 2, 6, 4))
+    rows = [inputs.get(name) for name in ("q", "k", "v", "g", "beta")]
+    rows = [None if x is None else x[..., None] if x.ndim == 3 else x for x in rows]
+    chunk = Chunk(*(None if x is None else x[0].swapaxes(0, 1) for x in rows))
+    return jax.tree.map(jnp.asarray, (chunk, inputs["initial_state"][0]))
+
+
+def _steps(chunk: Chunk, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The recurrence, token after token."""
+    outputs = []
+    for i in range(chunk.q.shape[-2]):
+        g = chunk.g if chunk.g is None else chunk.g[:, i]
+        if g is not None and g.shape[-1] == 1:
+            g = g[..., 0]
+        rows = (x[:, i] for x in chunk[:3])
+        o, state = step(state, *rows, g, chunk.beta[:, i, 0])
+        outputs.append(o)
+    return state, jnp.stack(outputs, axis=1)
+
+
+def _in_float64(function, *trees):
+    with enable_x64():
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), trees)
+        return jax.tree.map(np.asarray, jax.jit(function)(*wide))
+
+
+@pytest.mark.parametrize("variant", DELTA)
+@pytest.mark.parametrize("C", [1, 19, 40])
+def test_derivatives_of_a_chunk(C: int, variant: str) -> None:
+    inputs = _inputs(variant, C)
+    rng = rng_for("chunk", C, variant)
+    like = lambda tree: jax.tree.map(  # noqa: E731
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), tree
+    )
+    moved = like(inputs)
+    mine = lambda *x: solve_chunk(*x, HIGHEST)  # noqa: E731
+    weights = like(jax.eval_shape(mine, *inputs))
+
+    def derivatives(function):
+        def both(inputs, moved, weights):
+            out, change = jax.jvp(function, inputs, moved)
+            return out, change, jax.vjp(function, *inputs)[1](weights)
+
+        return both
+
+    got = jax.jit(derivatives(mine))(inputs, moved, weights)
+    want = _in_float64(derivatives(_steps), inputs, moved, weights)
+    named = jax.tree_util.tree_leaves_with_path(got)
+    for (path, x), exact in zip(named, jax.tree.leaves(want), strict=True):
+        assert_close(jax.tree_util.keystr(path), x, exact, 2e-5)
+
+
+@pytest.mark.parametrize("variant", DELTA)
+def test_second_derivatives_of_a_chunk(variant: str) -> None:
+    """Forward over reverse, and reverse over reverse, which differentiates the transpose."""
+    inputs = _inputs(variant, 9)
+    mine = lambda *x: solve_chunk(*x, HIGHEST)  # noqa: E731
+
+    def second(function):
+        loss = lambda x: sum(jnp.sum(jnp.sin(y)) for y in function(*x))  # noqa: E731
+        slope = lambda x: sum(jnp.sum(y * y) for y in jax.tree.leaves(jax.grad(loss)(x)))  # noqa: E731
+        return lambda x: (jax.jvp(jax.grad(loss), (x,), (x,))[1], jax.grad(slope)(x))
+
+    got, want = jax.jit(second(mine))(inputs), _in_float64(second(_steps), inputs)
+    named = jax.tree_util.tree_leaves_with_path(got)
+    for (path, x), exact in zip(named, jax.tree.leaves(want), strict=True):
+        assert_close(jax.tree_util.keystr(path), x, exact, 5e-5)
