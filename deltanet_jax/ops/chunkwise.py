@@ -6,7 +6,6 @@ again, so temporary memory does not grow with what a chunk needs.
 
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.core.solve import solve_chunk
 from deltanet_jax.ops.layout import (
     as_chunks,
+    each_chunk,
     from_chunks,
-    map_tokens,
     scan_blocks,
     tokens_of,
 )
@@ -67,17 +66,15 @@ def _solve_chunks(
     state: State, tokens: Chunk, *, chunk_size: int, precision: Precision
 ) -> tuple[State, jax.Array]:
     """One chunk after another, from tokens `[B, T, H, *]`."""
-    chunks = as_chunks(tokens, chunk_size)
     outputs = []
-    for n in range(chunks.q.shape[0]):
-        chunk = map_tokens(itemgetter(n), chunks)
+    for chunk in each_chunk(tokens, chunk_size):
         if chunk.beta is None:
             o = read(chunk, state, chunk.v, precision)
             state = write(chunk, state, chunk.v, precision)
         else:
             state, o = solve_chunk(chunk, state, precision)
-        outputs.append(o)
-    return state, from_chunks(jnp.stack(outputs))
+        outputs.append(jnp.swapaxes(o, 1, 2))
+    return state, jnp.concatenate(outputs, axis=1)
 
 
 def _wy_segment(

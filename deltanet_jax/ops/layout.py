@@ -10,7 +10,15 @@ from jaxtyping import Array, Float
 from deltanet_jax.core.chunk import Chunk
 from deltanet_jax.core.recurrence import Problem, decay_with_resets
 
-__all__ = ["as_chunks", "from_chunks", "map_tokens", "scan_blocks", "split_time", "tokens_of"]
+__all__ = [
+    "as_chunks",
+    "each_chunk",
+    "from_chunks",
+    "map_tokens",
+    "scan_blocks",
+    "split_time",
+    "tokens_of",
+]
 
 
 def split_time(x: Float[Array, "B T *rest"], size: int) -> Float[Array, "M B size *rest"]:
@@ -87,6 +95,17 @@ def as_chunks(tokens: Chunk, chunk_size: int) -> Chunk:
         return jnp.swapaxes(split_time(x, chunk_size), 2, 3)
 
     return map_tokens(split, tokens)
+
+
+def each_chunk(tokens: Chunk, chunk_size: int) -> list[Chunk]:
+    """The chunks `[B, H, C, *]` of tokens `[B, N*C, H, *]`, cut so that gradients are joined.
+
+    The gradient of an index into all chunks would be a sum of arrays padded with zeros.
+    """
+    count = tokens.q.shape[1] // chunk_size
+    parts = [[None] * count if x is None else jnp.split(x, count, axis=1) for x in tokens]
+    chunks = [Chunk(*fields) for fields in zip(*parts, strict=True)]
+    return [map_tokens(lambda x: jnp.swapaxes(x, 1, 2), chunk) for chunk in chunks]
 
 
 def from_chunks(o: Float[Array, "N B H C V"]) -> Float[Array, "B T H V"]:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from deltanet_jax import linear_attention
-from tests.cases import IMPLEMENTATIONS, Shape, layer_like, weak_decay
+from deltanet_jax.ops.chunkwise import PAIRS_FROM
+from tests.cases import IMPLEMENTATIONS, VARIANTS, Shape, layer_like, weak_decay
 from tests.checks import assert_matches, run
 from tests.oracle import expected
 
@@ -39,6 +40,15 @@ def test_chunk_sizes_that_are_not_powers_of_two(implementation: str, chunk_size:
     """100 is above T = 50 and above one block of 16 rows; 7 and 24 do not divide 50."""
     inputs = weak_decay("kda", Shape(1, 50, 2, 6, 10))
     got = run(inputs, implementation, chunk_size=chunk_size)
+    assert_matches(got, expected(inputs))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunks", [PAIRS_FROM - 1, PAIRS_FROM, PAIRS_FROM + 1])
+def test_a_state_for_every_second_chunk(variant: str, chunks: int) -> None:
+    """Single chunks, pairs of them, and pairs the last of which is padded by more than a chunk."""
+    inputs = layer_like(variant, Shape(1, 2 * chunks - 1, 2, 6, 4))
+    got = run(inputs, "chunkwise_solve", chunk_size=2)
     assert_matches(got, expected(inputs))
 
 
