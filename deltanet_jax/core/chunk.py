@@ -46,6 +46,7 @@ class Chunk(NamedTuple):
 
 
 def scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+    """`x` times its decay, where there is a gate."""
     return x if decay is None else x * decay
 
 
