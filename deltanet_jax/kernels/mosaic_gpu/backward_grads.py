@@ -113,9 +113,10 @@ class Plan:
     def runs_first(self) -> bool:
         """Whether neighbours take runs of one head, and not heads of one run.
 
-        Measured: a seventh faster with a gate and small heads, slower otherwise (`docs/gpu.md`).
+        Measured: up to a seventh faster with a gate, slower without one, for larger heads, and
+        where a sweep over all runs of a head is longer (`docs/gpu.md`).
         """
-        return self.gated and max(self.key_dim, self.value_dim) <= 128
+        return self.gated and max(self.key_dim, self.value_dim) <= 128 and self.runs <= 512
 
     def locate(self, item):
         """Batch, run, head and block of K of one work item."""

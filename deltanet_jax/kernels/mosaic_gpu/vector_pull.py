@@ -186,9 +186,8 @@ def _body(plan: Plan, names, *args):
     *refs, buffers, loaded = args
     refs = dict(zip(names, refs, strict=True))
     item = lax.axis_index("program")
-    # Chunks of one head beside one another: measured faster than heads of one chunk.
-    chunk, item = lax.rem(item, plan.chunks), lax.div(item, plan.chunks)
-    batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
+    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
+    batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     first, *_ = ladder.BETWEEN
     # The gradients of q and k leave through tiles of cotangents, which were read.
