@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import AxisType
@@ -202,7 +202,8 @@ def _platform(problem: Problem) -> str:
 
 
 def _default_platform() -> str:
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    config: Any = jax.config  # whose attributes have types in some versions of JAX only
+    device: jax.Device | str | None = config.jax_default_device
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
