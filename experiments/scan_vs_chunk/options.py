@@ -43,17 +43,17 @@ class ScanVsChunk:
     """Sequences per call of an operator."""
     heads: int = 1
     """Heads per call of an operator."""
-    lengths: tuple[int, ...] = (128, 512, 2048)
+    lengths: tuple[int, ...] = (64, 256, 1024)
     """T of the sweep over T, at `head_dim` and each implementation's default chunk."""
     head_dim: int = 64
     """K = V of the sweeps over T and over chunk sizes."""
     head_dims: tuple[int, ...] = (64, 128)
     """K = V of the sweep over head sizes."""
-    head_sweep_length: int = 128
+    head_sweep_length: int = 64
     """T of the sweep over head sizes."""
     chunk_sizes: tuple[int, ...] = (16, 64, 128)
     """C of the sweep over chunk sizes."""
-    chunk_sweep_length: int = 512
+    chunk_sweep_length: int = 256
     """T of the sweep over chunk sizes."""
     sweep_forward: bool = False
     """Measure the forward pass alone in all sweeps, and not only over T."""
@@ -79,7 +79,7 @@ class ScanVsChunk:
     quarters of the time, and no form is slower with it: their products are library calls."""
     oracle_tokens: int = 4096
     """The float64 oracle covers the outputs of this many tokens, of one head."""
-    gradient_tokens: int = 128
+    gradient_tokens: int = 64
     """T up to which gradients are compared with those of the recurrence in float64."""
 
     training: bool = True
