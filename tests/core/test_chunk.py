@@ -1,7 +1,6 @@
 """The algebra of one chunk against the recurrence, form by form and part by part."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,7 +8,8 @@ from deltanet_jax.core.affine import apply
 from deltanet_jax.core.chunk import Chunk, chunk_map, prepare_wy, read, write
 from deltanet_jax.core.reference import recurrence
 from deltanet_jax.core.solve import solve_chunk
-from tests.cases import VARIANTS, Shape, correlated, weak_decay
+from tests.cases import VARIANTS
+from tests.core.chunks import chunk_of
 from tests.tolerances import assert_close
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -17,14 +17,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 def _case(variant: str, C: int) -> tuple[Chunk, jax.Array, np.ndarray, np.ndarray]:
     """A chunk, its incoming state, and the oracle's outputs (unscaled) and state."""
-    family = weak_decay if VARIANTS[variant].gate != "none" else correlated
-    inputs = family(variant, Shape(1, C, 2, 6, 4))
+    inputs, chunk, incoming = chunk_of(variant, C)
     rest = {name: x for name, x in inputs.items() if name not in "qkv"}
     o, state = recurrence(inputs["q"], inputs["k"], inputs["v"], scale=1.0, **rest)
-    rows = [inputs.get(name) for name in ("q", "k", "v", "g", "beta")]
-    rows = [None if x is None else x[..., None] if x.ndim == 3 else x for x in rows]
-    chunk = Chunk(*(None if x is None else jnp.asarray(x[0]).swapaxes(0, 1) for x in rows))
-    return chunk, jnp.asarray(inputs["initial_state"][0]), o[0].swapaxes(0, 1), state[0]
+    return chunk, incoming, o[0].swapaxes(0, 1), state[0]
 
 
 @pytest.mark.parametrize("form", ["wy", "solve"])

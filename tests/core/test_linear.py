@@ -52,7 +52,7 @@ def _gradient(f):
 TRANSFORMS = {
     "value": lambda f: f,
     "jit": jax.jit,
-    "jvp": lambda f: lambda *a: jax.jvp(f, a, a[::1]),
+    "jvp": lambda f: lambda *a: jax.jvp(f, a, a),
     "jvp of x": lambda f: lambda *a: jax.jvp(lambda *x: f(*a[:2], *x), a[2:], a[2:]),
     "one tangent": lambda f: lambda *a: jax.jvp(lambda z: f(*a[:3], z), a[3:], a[3:]),
     "gradient": _gradient,

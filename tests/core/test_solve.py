@@ -9,21 +9,12 @@ from deltanet_jax.compat import enable_x64
 from deltanet_jax.core.chunk import Chunk
 from deltanet_jax.core.recurrence import step
 from deltanet_jax.core.solve import solve_chunk
-from tests.cases import VARIANTS, Shape, correlated, rng_for, weak_decay
+from tests.cases import VARIANTS, rng_for
+from tests.core.chunks import chunk_of
 from tests.tolerances import assert_close
 
 HIGHEST = jax.lax.Precision.HIGHEST
 DELTA = [name for name, variant in VARIANTS.items() if variant.delta]
-
-
-def _inputs(variant: str, C: int) -> tuple[Chunk, jax.Array]:
-    """A chunk `[2, C, *]` and its incoming state."""
-    family = weak_decay if VARIANTS[variant].gate != "none" else correlated
-    inputs = family(variant, Shape(1, C, 2, 6, 4))
-    rows = [inputs.get(name) for name in ("q", "k", "v", "g", "beta")]
-    rows = [None if x is None else x[..., None] if x.ndim == 3 else x for x in rows]
-    chunk = Chunk(*(None if x is None else x[0].swapaxes(0, 1) for x in rows))
-    return jax.tree.map(jnp.asarray, (chunk, inputs["initial_state"][0]))
 
 
 def _steps(chunk: Chunk, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +39,7 @@ def _in_float64(function, *trees):
 @pytest.mark.parametrize("variant", DELTA)
 @pytest.mark.parametrize("C", [1, 19, 40])
 def test_derivatives_of_a_chunk(C: int, variant: str) -> None:
-    inputs = _inputs(variant, C)
+    inputs = chunk_of(variant, C)[1:]
     rng = rng_for("chunk", C, variant)
     like = lambda tree: jax.tree.map(  # noqa: E731
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), tree
@@ -74,7 +65,7 @@ def test_derivatives_of_a_chunk(C: int, variant: str) -> None:
 @pytest.mark.parametrize("variant", DELTA)
 def test_second_derivatives_of_a_chunk(variant: str) -> None:
     """Forward over reverse, and reverse over reverse, which differentiates the transpose."""
-    inputs = _inputs(variant, 9)
+    inputs = chunk_of(variant, 9)[1:]
     mine = lambda *x: solve_chunk(*x, HIGHEST)  # noqa: E731
 
     def second(function):

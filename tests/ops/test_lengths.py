@@ -44,10 +44,10 @@ def test_chunk_sizes_that_are_not_powers_of_two(implementation: str, chunk_size:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("chunks", [PAIRS_FROM - 1, PAIRS_FROM, PAIRS_FROM + 1])
-def test_a_state_for_every_second_chunk(variant: str, chunks: int) -> None:
+@pytest.mark.parametrize("T", [2 * PAIRS_FROM - 1, 2 * PAIRS_FROM, 2 * PAIRS_FROM + 1])
+def test_a_state_for_every_second_chunk(variant: str, T: int) -> None:
     """Single chunks, pairs of them, and pairs the last of which is padded by more than a chunk."""
-    inputs = layer_like(variant, Shape(1, 2 * chunks - 1, 2, 6, 4))
+    inputs = layer_like(variant, Shape(1, T, 2, 6, 4))
     got = run(inputs, "chunkwise_solve", chunk_size=2)
     assert_matches(got, expected(inputs))
 
