@@ -19,7 +19,7 @@ __all__ = [
     "lower_triangle",
     "rest",
     "rounded",
-    "store_lower_rows",
+    "store_rows",
     "thread_index",
     "widened",
 ]
@@ -84,20 +84,22 @@ def _lower(ctx, x, *, strict: bool):
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def store_lower_rows(tiles, arrays, *, interpret: bool) -> None:
-    """Stores the lower 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
+def store_rows(tiles, arrays, *, lower: bool, interpret: bool) -> None:
+    """Stores the lower or upper 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
     if interpret:
+        half = CHUNK // 2
         for tile, x in zip(tiles, arrays, strict=True):
-            tile[...] = x[CHUNK // 2 :]
+            tile[...] = x[half:] if lower else x[:half]
         return
     width = 2 * BLOCK
     transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
     types = [(plgpu.RefType(transforms), plgpu.Layout.WGMMA) for _ in tiles]
     operands = zip(tiles, arrays, strict=True)
-    plgpu.inline_mgpu(arg_types=types)(_store_lower_rows)(*operands)
+    body = functools.partial(_store_rows, lower=lower)
+    plgpu.inline_mgpu(arg_types=types)(body)(*operands)
 
 
-def _store_lower_rows(ctx, *operands):
+def _store_rows(ctx, *operands, lower: bool):
     """Two warps store, in predicated instructions: a branch would cost registers all around.
 
     A lane has the address of eight numbers in one of its warp's 16 rows, of the first or second
@@ -117,14 +119,14 @@ def _store_lower_rows(ctx, *operands):
     row = arith.ori(bits(thread, 0, BLOCK - 1), bits(thread, 1, BLOCK))
     part = arith.xori(bits(thread, 4, 1), bits(row, 1, 3))
     place = arith.ori(arith.shli(row, utils.c(6, i32)), arith.shli(part, utils.c(4, i32)))
-    lower = arith.cmpi(arith.CmpIPredicate.ne, bits(thread, 6, 1), utils.c(0, i32))
+    stores = arith.cmpi(arith.CmpIPredicate.eq, bits(thread, 6, 1), utils.c(int(lower), i32))
     instruction = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
     for tile, x in operands:
         base = llvm.ptrtoint(i32, utils.memref_ptr(tile))
         for at, registers in enumerate(x.registers.reshape(-1, 4)):
             address = arith.addi(base, arith.xori(place, utils.c(32 * at, i32)))
             words = [utils.bitcast(register, i32) for register in registers]
-            utils.inline_ptx(instruction, address, *words, predicate=lower, has_side_effects=True)
+            utils.inline_ptx(instruction, address, *words, predicate=stores, has_side_effects=True)
 
 
 def halves(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:

@@ -7,8 +7,8 @@ Rows of one chunk, `D_ij = exp(b_i - b_j)`::
 `beta` stands on the columns, so that `u = T (v - exp(b) k S)` and the values that are written
 are `beta u`: every gradient is then free of divisions by `beta`.
 
-The inverse is never formed by powers of `L`. Blocks of 32 rows are inverted by substitution in
-float32; of the whole only the block below these two is then new: `-X (L between them) X`.
+The inverse is never formed by powers of `L`. Blocks of 32 rows are inverted in float32; of the
+whole only the block below these two is then new: `-X (L between them) X`.
 Products of 16-bit pairs (high and low halves, three products) keep 16 bits of mantissa, tf32
 would keep 11.
 """
@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, substitution, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, substitution, tiles, warp
 
 __all__ = [
     "SIDES",
@@ -54,10 +54,10 @@ class Plan:
 
 def inverse_buffers(dtype, *count: int) -> dict:
     """What `store_inverse` needs in shared memory, `count` times."""
-    half, whole = (tiles.tile(*count, rows, HALF, dtype=jnp.bfloat16) for rows in (HALF, CHUNK))
-    buffers = {"below_high": half, "below_low": half, "low": whole}
+    half = tiles.tile(*count, HALF, HALF, dtype=jnp.bfloat16)
+    buffers = {"below_high": half, "below_low": half, "low": half}
     if dtype != jnp.bfloat16:
-        buffers |= {"high": whole}
+        buffers |= {"high": half}
     buffers |= {side: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for side in SIDES}
     scratch = substitution.scratch_shape()
     return buffers | {"blocks": plgpu.SMEM((*count, *scratch), jnp.float32)}
@@ -68,33 +68,34 @@ def _product(x, y, interpret=None) -> jax.Array:
     return tiles.product((CHUNK, HALF), *tiles.of_halves(x, y), interpret=interpret)
 
 
-def _rows(tile, first: int):
-    return tile.at[pl.ds(first, HALF), :]
-
-
 def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     """Stores `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
 
     Nothing of `buffers` may be in use before, nor change until the inverse has been read.
     `commit_smem` is the caller's.
     """
+    store = functools.partial(lanes.store_rows, interpret=interpret)
+    halves = functools.partial(lanes.halves, interpret=interpret)
     left, right = (buffers[side] for side in SIDES)
-    results = ((left, right),)
-    upper, lower = left, right  # tiles with the high halves of the blocks on the diagonal
-    if dtype != jnp.bfloat16:
-        upper = lower = buffers["high"]
-        results += ((upper, None),)
-    low, below = buffers["low"], (buffers["below_high"], buffers["below_low"])
+    upper, lower = pl.ds(0, HALF), pl.ds(HALF, HALF)
+    below = buffers["below_high"], buffers["below_low"]
+    store(below, halves(x[:, :HALF]), lower=True)
     row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=tiles.MATRIX)
-    own = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
-    own = lanes.lower_triangle(own, strict=True, interpret=interpret)
-    between = lanes.halves(x[:, :HALF], interpret=interpret)
-    lanes.store_lower_rows(below, between, interpret=interpret)
-    substitution.store_inverses(own, buffers["blocks"], results, low, interpret=interpret)
+    blocks = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
+    blocks = substitution.inverses(blocks, buffers["blocks"], interpret=interpret)
+    diagonal = halves(blocks)
+    above = left.at[upper], buffers["low"]  # the halves of the upper block
+    rounded = diagonal[0]
+    if dtype != jnp.bfloat16:
+        above = buffers["high"], buffers["low"]
+        rounded = blocks.astype(dtype)
+        store((left.at[upper],), (rounded,), lower=False)
+    store(above, diagonal, lower=False)
+    right[...] = warp.odd_rows(rounded, None, HALF, interpret=interpret)
     plgpu.commit_smem()
-    weights = lanes.halves(_product((lower, low), below), interpret=interpret)
-    corner = _product(weights, (_rows(upper, 0), _rows(low, 0)), interpret=interpret)
-    lanes.store_lower_rows((_rows(left, HALF),), (corner.astype(dtype),), interpret=interpret)
+    weights = halves(_product(diagonal, below, interpret=interpret))
+    corner = _product(weights, above, interpret=interpret)
+    store((left.at[lower],), (corner.astype(dtype),), lower=True)
     return left, right
 
 

@@ -1,14 +1,18 @@
-"""Inverses of blocks of 32 rows, by substitution in float32.
+"""Inverses of blocks of 32 rows in float32, half a warpgroup to each.
 
-Of a strictly lower triangular `N` in blocks of 16 rows, `N = [[A, 0], [B, D]]`, the inverse of
+Of a strictly lower triangular `N`, in two blocks of rows, `N = [[A, 0], [B, D]]`, the inverse of
 `I - N` is `[[I + V, 0], [Y, I + W]]` with::
 
-    V (I - A) = A        Z (I - A) = B        W (I - D) = D        Y = Z + W Z
+    V (I - A) = A        W (I - D) = D        Q = B + W B        Y = Q + Q V
 
-One row to a lane: the warp of the upper block solves for the rows of `V` and of `Z`, which need
-the same factors, and that of the lower block for `W`, in the same instructions. Then every lane of
-the two computes four numbers of a row of `Y`. As products of 16-bit pairs these would be two rounds
-through the tensor cores, with a fence before and a wait behind each.
+Blocks of 8 rows are substituted, a row to a lane. Those of 16 and of 32 follow by matrix
+instructions of one warp, three products in tf32 for one in float32. What they multiply from the
+left is in the registers that hold a result; from the right it is read across the rows, from shared
+memory, where eight columns lie in the order 0 2 4 6 1 3 5 7: so `stmatrix` and `ldmatrix`, made for
+pairs of 16-bit numbers, move float32.
+
+Few accesses are the point: those to shared memory, and not products or waits, are what bounds the
+inverse (`docs/gpu.md`).
 
 Written against the layer below Pallas; the interpreter gets the same results from `jax.lax`.
 """
@@ -18,187 +22,192 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP, rest, rounded, thread_index
+from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP, thread_index
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
-__all__ = ["PAIR", "scratch_shape", "store_inverses"]
+__all__ = ["PAIR", "inverses", "scratch_shape"]
 
 PAIR = 2 * BLOCK  # rows of a block that is inverted here
 ROW = PAIR + 4  # floats from row to row: lanes that access a row each meet no bank conflict
+EIGHT = 8
 VECTOR = 4  # floats in one access
-EIGHT = 8  # 16-bit numbers in one access
-UPPER = 2 * PAIR * PAIR  # bytes of the upper rows of a tile
 LAYOUT = plgpu.Layout.WGMMA
-ONE = {"bf16": 0x3F80, "f16": 0x3C00}
 
 
 def scratch_shape() -> tuple[int, int]:
-    """Of the shared memory, float32, that the substitution takes."""
+    """Of the shared memory, float32, that the inverses take."""
     return CHUNK, ROW
 
 
-def store_inverses(x: jax.Array, scratch, results, low, *, interpret: bool) -> None:
-    """Stores `(I - x_i)^-1` of both blocks of 32 rows, and what bfloat16 leaves over of them.
+def inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
+    """`(I - x_i)^-1` of both blocks of 32 rows, `[C, 32]` float32.
 
-    All warps are to meet before they read it, and before they store to `scratch` again.
+    All warps are to meet before they come here again.
 
     Args:
-        x: The blocks, one below the other, `[C, 32]` float32: strictly lower triangular, but
-            for what the upper right quarters hold, which is not read.
+        x: The blocks, one below the other, `[C, 32]` float32; of what is not strictly below the
+            diagonal nothing is read.
         scratch: Shared memory of `scratch_shape`.
-        results: Pairs of 16-bit tiles `[C, 32]`. The upper block goes to the upper rows of the
-            first, the lower block to the lower rows of the second, above which zeros are stored;
-            or of the first too, if the second is `None`.
-        low: A bfloat16 tile `[C, 32]` for both blocks minus their rounding to bfloat16.
         interpret: Whether the interpreter runs this.
     """
     if interpret:
-        _store_solved(x, results, low)
-        return
-    tile = plgpu.RefType((plgpu.TilingTransform((8, PAIR)), plgpu.SwizzleTransform(2 * PAIR)))
-    arguments = LAYOUT, plgpu.RefType(), *jax.tree.map(lambda _: tile, (results, low))
-    plgpu.inline_mgpu(arg_types=arguments)(_substitute)(x, scratch, results, low)
-
-
-def _store_solved(x: jax.Array, results, low) -> None:
-    blocks = jnp.tril(x.reshape(-1, PAIR, PAIR), -1)
-    eye = jnp.broadcast_to(jnp.eye(PAIR), blocks.shape)
-    solved = jax.lax.linalg.triangular_solve(
-        -blocks, eye, left_side=True, lower=True, unit_diagonal=True
-    ).reshape(x.shape)
-    upper, lower = pl.ds(0, PAIR), pl.ds(PAIR, PAIR)
-    for first, second in results:
-        value = solved.astype(first.dtype)
-        first[upper] = value[:PAIR]
-        if second is None:
-            first[lower] = value[PAIR:]
-        else:
-            second[...] = value.at[:PAIR].set(0.0)
-    low[...] = (solved - solved.astype(low.dtype).astype(solved.dtype)).astype(low.dtype)
+        blocks = jnp.tril(x.reshape(-1, PAIR, PAIR), -1)
+        eye = jnp.broadcast_to(jnp.eye(PAIR), blocks.shape)
+        return jax.lax.linalg.triangular_solve(
+            -blocks, eye, left_side=True, lower=True, unit_diagonal=True
+        ).reshape(x.shape)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
+    inlined = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
+    return inlined(_invert)(x, scratch)
 
 
 class _Place(NamedTuple):
-    """Of a thread: what it accesses, in floats of the scratch memory and in bytes of a tile."""
+    """Of a thread: where it accesses the scratch memory, in floats, and what it holds."""
 
-    matrix: object  # its first number in the layout of a product
-    solved: object  # its row of V, Z or W
-    factors: object  # the block that its warp solves with
-    weights: object  # a row of W, for four numbers of Y
-    mixed: object  # these numbers of Z
-    mixing: object  # and those of the first row of Z
-    own: object  # eight numbers of V or W
-    own_tile: object
-    mixed_tile: object
-    right_tile: object  # eight numbers right of V
-    upper_tile: object  # a share of the upper rows
-    diagonal: object  # the number on the diagonal, if it is among the eight
-    on_diagonal: object  # whether it is
-    upper: object  # whether the warp has the upper block of a pair
-    first: object  # whether the warp has rows of the first pair
+    matrix: object  # its row of the four that `stmatrix` stores, of two times 8 x 8
+    square: object  # its row of what `ldmatrix` loads, of two on the diagonal
+    solved: object  # the eight numbers that it solves for
+    factors: object  # the block that they are solved with
+    column: object  # two rows below one another, in a column of the warp's block
+    above: object  # the same of the block above in the pair
+    row: object  # that it solves for, of the eight
+    lower: object  # whether its warp has the lower block of a pair
+    first: object  # whether it holds the diagonal in the first of its two columns
+    second: object  # or in the second
 
 
 def _place() -> _Place:
     thread = thread_index()
-    lane, warp = _and(thread, WARP - 1), _and(_shr(thread, 5), 3)
-    odd, half, row = _and(warp, 1), _shr(lane, 4), _and(lane, BLOCK - 1)
-    block, columns = _shl(warp, 4), _shl(odd, 4)
-    pair = _and(block, PAIR)
-    own, lower = _or(block, row), _or(_or(pair, BLOCK), row)
-    # The warp above has a row of the pair to each lane, the one below a row of 16 to two.
-    solved = _or(pair, _or(lane, columns))
-    part = _or(_shl(odd, 1), half)  # of eight columns for V and W, of four for Y
+    lane, block = _and(thread, WARP - 1), _and(_shr(thread, 1), 3 * BLOCK)
+    row, quad = _shr(lane, 2), _and(lane, 3)
+    eight, ninth = _and(lane, EIGHT - 1), _shr(lane, 4)
+    half = _shl(_and(_shr(lane, 3), 1), 2)  # of eight columns
+    own = _and(_shr(lane, 3), 1)  # the block of eight rows in which it solves
 
     def floats(row, column):
         return _add(_times(row, ROW), column)
 
-    def tile(chunk_row, part):
-        turned = _xor(part, _and(_shr(row, 1), 3))  # the swizzle
-        return _or(_shl(chunk_row, 6), _shl(turned, 4))
-
-    own_tile = tile(own, part)
+    matrix = floats(_add(_add(block, eight), _shl(ninth, 3)), half)
+    diagonal = _shl(own, 3)
+    factors = floats(_or(block, diagonal), diagonal)
+    place = _or(_shr(row, 1), _shl(_and(row, 1), 2))
+    column = floats(_add(block, _shl(quad, 1)), place)
+    lower = _not_equal(_and(block, BLOCK), 0)
     return _Place(
-        matrix=floats(_or(block, _shr(lane, 2)), _shl(_and(lane, 3), 1)),
-        solved=floats(solved, columns),
-        factors=floats(block, columns),
-        weights=floats(lower, _c(BLOCK)),
-        mixed=floats(lower, _shl(part, 2)),
-        mixing=floats(_or(pair, BLOCK), _shl(part, 2)),
-        own=floats(own, _shl(part, 3)),
-        own_tile=own_tile,
-        mixed_tile=_or(tile(lower, odd), _shl(half, 3)),
-        right_tile=tile(own, _or(part, 2)),
-        upper_tile=_shl(_and(thread, 2 * WARP - 1), 4),
-        diagonal=_add(own_tile, _shl(_and(row, EIGHT - 1), 1)),
-        on_diagonal=_equal(half, _shr(row, 3)),
-        upper=_equal(odd, 0),
-        first=_equal(_shr(warp, 1), 0),
+        matrix=matrix,
+        square=_add(matrix, _shl(ninth, 3)),
+        solved=_add(factors, _times(eight, ROW)),
+        factors=factors,
+        column=column,
+        above=floats(_add(_and(block, PAIR), _shl(quad, 1)), place),
+        row=eight,
+        lower=lower,
+        first=_equal(row, _shl(quad, 1)),
+        second=_equal(row, _add(_shl(quad, 1), 1)),
     )
 
 
-def _substitute(ctx, x, scratch, results, low):
+def _invert(ctx, x, scratch):
+    """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
     from jax.experimental.mosaic.gpu import utils
 
     del ctx
     place, scratch = _place(), utils.memref_ptr(scratch)
-    # Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first.
-    for at, register in enumerate(x.registers.flat):
-        _write(scratch, place.matrix, register, 8 * (at // 2) + 8 * ROW * (at % 2))
-    utils.warpgroup_barrier()
-    row = _read(scratch, place.solved, BLOCK)
-    for i in range(BLOCK - 1, 0, -1):
-        factors = _read(scratch, place.factors, i, after=i * ROW)
-        row[:i] = _plus_multiple(row[:i], row[i], factors)
-    # Only this warp reads its factors, in the place of some of these rows.
+    registers = [[_numbers(r) for r in pair] for pair in x.registers.reshape(-1, 2)]
+    left, right = registers[:2], registers[2:]
+    a, b, d = (
+        _chosen(place.lower, right[n][h], left[n][h]) for n, h in ((0, 0), (0, 1), (1, 1))
+    )
+    _store(scratch, place.matrix, [*a, *b])
+    _store(scratch, place.matrix, d, after=EIGHT * ROW + EIGHT)
+    for n in range(2):
+        _store(scratch, place.matrix, [*left[n][0], *left[n][1]], after=BLOCK + EIGHT * n)
     utils.warp_barrier()
-    for at in range(0, BLOCK, VECTOR):
-        _write(scratch, place.solved, _packed(row[at : at + VECTOR]), at)
+    _substitute(place, scratch)
+    utils.warp_barrier()
+    *v, w0, w1 = _load(scratch, place.square)
+    zero = [_c(0.0)] * 2
+    q = _plus_product([*zero, *b], [*zero, w0, w1], _column(scratch, place.column, EIGHT, 0))
+    y = _plus_product(q, [*zero, *q[2:]], _column(scratch, place.column, 0, 0))[2:]
+    _store(scratch, place.matrix, y, after=EIGHT * ROW)
+    block = [[v, y], [zero, [w0, w1]]]
+    q = [[*left[n][0], *left[n][1]] for n in range(2)]
+    for n in range(2):
+        for k in range(2):
+            factor = _column(scratch, place.column, EIGHT * k, BLOCK + EIGHT * n)
+            q[n] = _plus_product(q[n], [*block[k][0], *block[k][1]], factor)
     utils.warpgroup_barrier()
-    weights = _read(scratch, place.weights, BLOCK)
-    mixed = _read(scratch, place.mixed, VECTOR)
-    for k in range(BLOCK - 1):  # the last column of W is zero
-        y = _read(scratch, place.mixing, VECTOR, after=k * ROW)
-        mixed = _plus_multiple(mixed, weights[k], y)
-    own = _read(scratch, place.own, EIGHT)
-    for first, second in results:
-        _store_result(place, first, second, own, mixed)
-    _store_rest(place, low, own, mixed)
+    below = [list(q[n]) for n in range(2)]
+    for n, k in ((0, 0), (0, 1), (1, 1)):
+        factor = _column(scratch, place.above, EIGHT * k, EIGHT * n)
+        below[n] = _plus_product(below[n], q[k], factor)
+    ones = [_chosen(at, [_c(1.0)], [_c(0.0)])[0] for at in (place.first, place.second)]
+    block = [[_sum(v, ones), y], [zero, _sum([w0, w1], ones)]]
+    below = [[y[:2], y[2:]] for y in below]
+    results = [
+        [_chosen(place.lower, below[n][h], block[n][h]) for h in range(2)] for n in range(2)
+    ]
+    results += [[_chosen(place.lower, block[n][h], zero) for h in range(2)] for n in range(2)]
+    moved = x.registers.copy()
+    moved.reshape(-1, 2)[:] = [[_packed(numbers) for numbers in pair] for pair in results]
+    return type(x)(_registers=moved, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def _store_result(place: _Place, first, second, own: list, mixed: list) -> None:
-    """The rounded numbers of V or W and of Y, the ones and the zeros."""
+def _substitute(place: _Place, scratch) -> None:
+    """Puts `V` and `W` of the warp's two blocks of eight rows in the place of `A` and `D`."""
+    from jax.experimental.mosaic.gpu import utils
+
+    row = _eight(scratch, place.solved, EIGHT)
+    row = [_chosen(_greater(place.row, c), [x], [_c(0.0)])[0] for c, x in enumerate(row)]
+    for i in range(EIGHT - 1, 0, -1):
+        factors = _eight(scratch, place.factors, i, after=i * ROW)
+        row[:i] = _plus_multiple(row[:i], row[i], factors)
+    utils.warp_barrier()
+    for at in range(2):
+        _write(scratch, place.solved, row[at::2], after=VECTOR * at)
+
+
+def _plus_product(sums: list, left: list, right: list) -> list:
+    """`sums + left right` of 16 x 8 times 8 x 8.
+
+    A thread has of two rows, eight apart, two neighbouring columns of the first two, and of the
+    last one two neighbouring rows of a column.
+    """
+    left, right = ([_split(x) for x in numbers] for numbers in (left, right))
+    for i, j in ((1, 0), (0, 1), (0, 0)):  # the two low parts are left out
+        sums = _multiply_add([x[i] for x in left], [x[j] for x in right], sums)
+    return sums
+
+
+def _split(x):
+    """What the tensor cores read of a number in tf32, and the rest of it."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    kind = str(ir.MemRefType(first.type).element_type)
-    tile = utils.memref_ptr(first)
-    if second is not None:
-        second = utils.memref_ptr(second)
-        with utils.when(place.first):
-            for at in range(0, UPPER, UPPER // 2):
-                _write(second, place.upper_tile, _zeros(), at)
-        tile = arith.select(place.first, tile, second)
-    _write(tile, place.own_tile, _packed(rounded(own, kind)))
-    with utils.when(place.on_diagonal):
-        one = utils.c(ONE[kind], ir.IntegerType.get_signless(16))
-        _write(tile, place.diagonal, one)
-    _write(tile, place.mixed_tile, _packed(rounded(mixed, kind)))
-    with utils.when(place.upper):
-        _write(tile, place.right_tile, _zeros())
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    high = utils.bitcast(_and(utils.bitcast(x, i32), -1 << 13), f32)
+    return high, arith.subf(x, high)
 
 
-def _store_rest(place: _Place, low, own: list, mixed: list) -> None:
-    """What rounding to bfloat16 leaves over, which is nothing of the ones."""
+def _multiply_add(left: list, right: list, sums: list) -> list:
     from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
 
-    tile = utils.memref_ptr(low)
-    _write(tile, place.own_tile, _packed(rounded(rest(own), "bf16")))
-    _write(tile, place.mixed_tile, _packed(rounded(rest(mixed), "bf16")))
-    with utils.when(place.upper):
-        _write(tile, place.right_tile, _zeros())
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    upper, upper_next, lower, lower_next = left
+    words = [utils.bitcast(x, i32) for x in (upper, lower, upper_next, lower_next, *right)]
+    instruction = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    result = llvm.StructType.get_literal([f32] * 4)
+    out = llvm.inline_asm(result, [*words, *sums], instruction, constraints, has_side_effects=False)
+    return [llvm.extractvalue(f32, out, [at]) for at in range(4)]
 
 
 def _plus_multiple(x: list, factor, y: list) -> list:
@@ -207,35 +216,94 @@ def _plus_multiple(x: list, factor, y: list) -> list:
     return [math.fma(factor, b, a) for a, b in zip(x, y, strict=True)]
 
 
-def _read(pointer, first, count: int, after: int = 0) -> list:
-    """`count` floats from `first + after` on."""
+def _sum(x: list, y: list) -> list:
+    from jaxlib.mlir.dialects import arith
+
+    return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
+
+
+def _chosen(condition, x: list, y: list) -> list:
+    from jaxlib.mlir.dialects import arith
+
+    return [arith.select(condition, a, b) for a, b in zip(x, y, strict=True)]
+
+
+def _store(pointer, first, numbers: list, after: int = 0) -> None:
+    """Stores numbers of two or four matrices of eight rows, of which a lane addresses one."""
+    from jax.experimental.mosaic.gpu import utils
+
+    words = ", ".join(f"${i}" for i in range(1, len(numbers) + 1))
+    instruction = f"stmatrix.sync.aligned.m8n8.x{len(numbers)}.shared.b16 [$0], {{{words}}};"
+    values = [utils.bitcast(x, _integer()) for x in numbers]
+    address = _address(pointer, first, after)
+    utils.inline_ptx(instruction, address, *values, has_side_effects=True, convergent=True)
+
+
+def _load(pointer, first) -> list:
+    """The numbers of four matrices that another thread may have stored."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
 
-    f32 = ir.F32Type.get()
-    packed = ir.VectorType.get((VECTOR,), f32)
-    pointer = utils.getelementptr(pointer, [first], f32)
-    numbers = []
-    for at in range(0, count, VECTOR):
-        loaded = llvm.load(packed, utils.getelementptr(pointer, [after + at], f32))
-        numbers += [
-            vector.extract(loaded, dynamic_position=[], static_position=[i])
-            for i in range(min(VECTOR, count - at))
-        ]
+    instruction = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    words = utils.inline_ptx(
+        instruction, _address(pointer, first), result_types=[_integer()] * 4,
+        has_side_effects=True, convergent=True,
+    )  # fmt: skip
+    return [utils.bitcast(word, ir.F32Type.get()) for word in words]
+
+
+def _column(pointer, first, row: int, column: int) -> list:
+    """Two numbers below one another; `column` is a multiple of eight."""
+    return [_read(pointer, first, 1, after=i * ROW + column)[0] for i in (row, row + 1)]
+
+
+def _eight(pointer, first, count: int, after: int = 0) -> list:
+    """The first `count` columns of eight."""
+    even = _read(pointer, first, (count + 1) // 2, after)
+    odd = _read(pointer, first, count // 2, after + VECTOR)
+    numbers = [*even, *odd]
+    numbers[::2], numbers[1::2] = even, odd
     return numbers
 
 
-def _write(pointer, first, value, after: int = 0) -> None:
-    """Stores floats at `first + after` floats, anything else at `first + after` bytes."""
-    from jax.experimental.mosaic.gpu import utils
+def _read(pointer, first, count: int, after: int = 0) -> list:
+    """Up to four floats from `first + after` on."""
     from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    if count == 0:
+        return []
+    packed = ir.VectorType.get((1 << (count - 1).bit_length(),), ir.F32Type.get())
+    loaded = llvm.load(packed, _element(pointer, first, after))
+    return [
+        vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)
+    ]
+
+
+def _write(pointer, first, numbers: list, after: int = 0) -> None:
     from jaxlib.mlir.dialects import llvm
 
-    kind = value.type.element_type if isinstance(value.type, ir.VectorType) else value.type
-    unit = kind if isinstance(kind, ir.F32Type) else ir.IntegerType.get_signless(8)
-    pointer = utils.getelementptr(pointer, [first], unit)
-    llvm.store(value, utils.getelementptr(pointer, [after], unit))
+    llvm.store(_packed(numbers), _element(pointer, first, after))
+
+
+def _element(pointer, first, after: int):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+
+    f32 = ir.F32Type.get()
+    return utils.getelementptr(utils.getelementptr(pointer, [first], f32), [after], f32)
+
+
+def _address(pointer, first, after: int = 0):
+    from jaxlib.mlir.dialects import llvm
+
+    return llvm.ptrtoint(_integer(), _element(pointer, first, after))
+
+
+def _numbers(register) -> list:
+    from jaxlib.mlir.dialects import vector
+
+    return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
 
 
 def _packed(values: list):
@@ -246,15 +314,18 @@ def _packed(values: list):
     return vector.from_elements(kind, values)
 
 
-def _zeros():
-    return _packed([_c(0)] * 4)
+def _integer():
+    from jaxlib.mlir import ir
+
+    return ir.IntegerType.get_signless(32)
 
 
-def _c(value: int):
+def _c(value):
+    """A constant: an integer, or a float where the value is one."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
 
-    return utils.c(value, ir.IntegerType.get_signless(32))
+    return utils.c(value, ir.F32Type.get() if isinstance(value, float) else _integer())
 
 
 def _integers(operation: str, x, y):
@@ -267,12 +338,17 @@ _add = functools.partial(_integers, "addi")
 _times = functools.partial(_integers, "muli")
 _and = functools.partial(_integers, "andi")
 _or = functools.partial(_integers, "ori")
-_xor = functools.partial(_integers, "xori")
 _shl = functools.partial(_integers, "shli")
 _shr = functools.partial(_integers, "shrui")
 
 
-def _equal(x, y: int):
+def _compared(kind: str, x, y):
     from jaxlib.mlir.dialects import arith
 
-    return arith.cmpi(arith.CmpIPredicate.eq, x, _c(y) if isinstance(y, int) else y)
+    predicate = getattr(arith.CmpIPredicate, kind)
+    return arith.cmpi(predicate, x, _c(y) if isinstance(y, int) else y)
+
+
+_equal = functools.partial(_compared, "eq")
+_not_equal = functools.partial(_compared, "ne")
+_greater = functools.partial(_compared, "sgt")

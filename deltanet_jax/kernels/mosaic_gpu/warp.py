@@ -197,17 +197,21 @@ def _other_rows(ctx, x, scratch, *, sizes):
     return results
 
 
-def odd_rows(x: jax.Array, y: jax.Array, size: int, *, interpret: bool) -> jax.Array:
-    """Rows `i` of 16-bit `x` where `i & size`, and of `y` elsewhere; a size of at least 16."""
+def odd_rows(x: jax.Array, y: jax.Array | None, size: int, *, interpret: bool) -> jax.Array:
+    """Rows `i` of 16-bit `x` where `i & size`; elsewhere those of `y`, or zeros.
+
+    For a size of at least 16.
+    """
     if interpret:
         row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        return jnp.where((row & size) != 0, x, y)
+        return jnp.where((row & size) != 0, x, jnp.zeros_like(x) if y is None else y)
+    operands = (x,) if y is None else (x, y)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
     body = functools.partial(_odd_rows, warps=size // BLOCK)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=result)(body)(x, y)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(*operands)
 
 
-def _odd_rows(ctx, x, y, *, warps: int):
+def _odd_rows(ctx, x, y=None, *, warps: int):
     """A choice of words: of 16-bit numbers it would be made one by one."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -218,8 +222,9 @@ def _odd_rows(ctx, x, y, *, warps: int):
     bit = arith.andi(utils.thread_idx(), utils.c(WARP * warps, i32))
     odd = arith.cmpi(arith.CmpIPredicate.ne, bit, utils.c(0, i32))
     chosen = x.registers.copy()
-    for at, (a, b) in enumerate(zip(x.registers.flat, y.registers.flat, strict=True)):
-        chosen.flat[at] = utils.bitcast(arith.select(odd, _as_word(a), _as_word(b)), a.type)
+    for at, a in enumerate(x.registers.flat):
+        other = utils.c(0, i32) if y is None else _as_word(y.registers.flat[at])
+        chosen.flat[at] = utils.bitcast(arith.select(odd, _as_word(a), other), a.type)
     return _with_registers(x, chosen)
 
 
