@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import lanes, substitution, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = [
     "SIDES",
@@ -36,11 +37,12 @@ __all__ = [
 CHUNK = tiles.CHUNK
 HALF = substitution.PAIR
 SIDES = "left", "right"  # tiles for the halves of the columns of the result
+RESIDENTS = {64: 6, 128: 5, 256: 3}  # programs that share a multiprocessor, by the size of keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about one launch; a program is one chunk of one head."""
+    """Everything static about one launch; an item of work is one chunk of one head."""
 
     batch: int
     chunks: int
@@ -50,6 +52,20 @@ class Plan:
     dtype: jnp.dtype
     gated: bool
     interpret: bool
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.chunks * self.heads
+
+    @property
+    def programs(self) -> int:
+        """That stay, each on every so-many-th item: as many as a multiprocessor holds."""
+        programs = 2 if self.interpret else RESIDENTS[self.key_dim] * MULTIPROCESSORS
+        return min(self.items, programs)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("beta", "b", "b_column") if self.gated else ("beta",)
 
 
 def inverse_buffers(dtype, *count: int) -> dict:
@@ -118,19 +134,35 @@ def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
 def _body(plan: Plan, names, *args):
     *refs, buffers, loaded = args
     refs = dict(zip(names, refs, strict=True))
-    item = lax.axis_index("program")
-    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-    batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
-    keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.group)]
-    plgpu.copy_gmem_to_smem(keys, buffers["k"], loaded)
-    for name in ("beta", "b", "b_column"):
-        if name in buffers:
+    program = lax.axis_index("program")
+    rounds = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+
+    def place(i):
+        """Batch, chunk and head of the i-th item of this program."""
+        item = program + i * plan.programs
+        head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
+        return lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
+
+    def load(i):
+        batch, chunk, head = place(i)
+        keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.group)]
+        plgpu.copy_gmem_to_smem(keys, buffers["k"], loaded)
+        for name in plan.vectors:
             plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
-    plgpu.barrier_wait(loaded)
-    x = minus_overlaps(plan, buffers)
-    halves = store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
-    plgpu.commit_smem()
-    copy_inverse(halves, refs["out"].at[batch, chunk, head])
+
+    def step(i, _):
+        plgpu.barrier_wait(loaded)
+        x = minus_overlaps(plan, buffers)
+        # The stores have read their tiles, and all warps what is loaded next.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        pl.when(i + 1 < rounds)(lambda: load(i + 1))
+        halves = store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+        plgpu.commit_smem()
+        copy_inverse(halves, refs["out"].at[place(i)])
+
+    load(0)
+    lax.fori_loop(0, rounds, step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -151,18 +183,14 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     plan = Plan(
         batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None, bool(interpret)
     )
-    vector = plgpu.SMEM((CHUNK,), jnp.float32)
-    buffers = {"k": tiles.tile(CHUNK, key_dim, dtype=k.dtype), "beta": vector}
-    buffers |= inverse_buffers(k.dtype)
-    inputs = {"k": k, "beta": beta}
-    if b is not None:
-        inputs |= {"b": b, "b_column": b}
-        buffers |= {"b": vector, "b_column": vector}
+    buffers = {"k": tiles.tile(CHUNK, key_dim, dtype=k.dtype)} | inverse_buffers(k.dtype)
+    buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((CHUNK,), jnp.float32))
+    inputs = {"k": k, "beta": beta} | ({} if b is None else {"b": b, "b_column": b})
     kernel = plgpu.kernel(
         tiles.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
         out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),
         scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
-        grid=(batch * chunks * heads,),
+        grid=(plan.programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,

@@ -102,6 +102,15 @@ class Plan:
         return 2 if self.key_dim <= 128 else 1
 
     @property
+    def loads_itself(self) -> bool:
+        """Whether the computing warpgroup, alone, loads into the tiles that it frees.
+
+        Measured: faster by a tenth there, slower without a gate and for larger heads
+        (`docs/gpu.md`).
+        """
+        return self.gated and self.key_dim == self.value_dim == 64 and not self.map_dim
+
+    @property
     def stages(self) -> int:
         """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
         roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
@@ -182,29 +191,31 @@ def _stages(plan: Plan, values: str) -> dict:
     return buffers | {x: plgpu.SMEM((plan.stages, n), jnp.float32) for x, n in sizes.items()}
 
 
-def _serve(plan: Plan, values: str, refs, buffers, barriers, place):
+def _load(plan: Plan, values: str, refs, buffers, loaded, place, i) -> None:
+    """Issues the loads of the i-th chunk."""
+    batch, head, first = place
+    stage = lax.rem(i, plan.stages)
+    chunk = plan.chunks - 1 - i if plan.reverse else i
+
+    def copy(name, *index, part=()):
+        target = buffers[name].at[(stage, *part)]
+        plgpu.copy_gmem_to_smem(refs[name].at[index], target, loaded.at[stage])
+
+    tokens = pl.ds(chunk * CHUNK, CHUNK)
+    for name in plan.key_tiles:
+        copy(name, batch, tokens, lax.div(head, plan.group))
+    for j in range(plan.columns):
+        # A map has no values; it loads some and drops them.
+        start = lax.rem((first + j) * WIDTH, plan.value_dim)
+        copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
+    for name in plan.pair_tiles + plan.vectors:
+        copy(name, batch, chunk, head)
+
+
+def _serve(plan: Plan, load, buffers, barriers):
     """Issues the loads of every chunk and computes its scores, which need no state."""
     loaded, ready, freed = barriers
-    batch, head, first = place
-    ahead = plan.stages - 1
-
-    def load(i):
-        stage = lax.rem(i, plan.stages)
-        chunk = plan.chunks - 1 - i if plan.reverse else i
-
-        def copy(name, *index, part=()):
-            target = buffers[name].at[(stage, *part)]
-            plgpu.copy_gmem_to_smem(refs[name].at[index], target, loaded.at[stage])
-
-        tokens = pl.ds(chunk * CHUNK, CHUNK)
-        for name in plan.key_tiles:
-            copy(name, batch, tokens, lax.div(head, plan.group))
-        for j in range(plan.columns):
-            # A map has no values; it loads some and drops them.
-            start = lax.rem((first + j) * WIDTH, plan.value_dim)
-            copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
-        for name in plan.pair_tiles + plan.vectors:
-            copy(name, batch, chunk, head)
+    ahead = plan.stages if plan.loads_itself else plan.stages - 1
 
     def pair(i):
         stage = lax.rem(i, plan.stages)
@@ -220,17 +231,17 @@ def _serve(plan: Plan, values: str, refs, buffers, barriers, place):
         # With two tiles the scores are ready before their chunk begins.
         if plan.score_tiles == 2:
             pair(i)
-        pl.when(i > 0)(
-            lambda: plgpu.barrier_wait(freed.at[lax.rem(i + plan.stages - 1, plan.stages)])
-        )
-        pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
+        if not plan.loads_itself:
+            last = lax.rem(i + plan.stages - 1, plan.stages)
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(freed.at[last]))
+            pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
         if plan.score_tiles == 1:
             pair(i)
 
     for i in range(min(ahead, plan.chunks)):
         load(i)
     lax.fori_loop(0, plan.chunks, step, None)
-    plgpu.barrier_wait(freed.at[(plan.chunks - 1) % plan.stages])
+    plgpu.barrier_wait(freed.at[0 if plan.loads_itself else (plan.chunks - 1) % plan.stages])
 
 
 def _body(plan: Plan, walk, values: str, names, *args):
@@ -239,6 +250,9 @@ def _body(plan: Plan, walk, values: str, names, *args):
     role, item = lax.axis_index("role"), lax.axis_index("program")
     part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
     batch, head, first = lax.div(item, plan.heads), lax.rem(item, plan.heads), part * plan.columns
+    load = functools.partial(
+        _load, plan, values, refs, buffers["stages"], loaded, (batch, head, first)
+    )
 
     @pl.when(role < plan.columns)
     def _():
@@ -262,7 +276,13 @@ def _body(plan: Plan, walk, values: str, names, *args):
                 plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
 
         def free(i):
-            plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
+            if not plan.loads_itself:
+                plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
+                return
+            following = i + plan.stages
+            plgpu.commit_smem()
+            pl.when(following < plan.chunks)(lambda: load(following))
+            pl.when(i == plan.chunks - 1)(lambda: plgpu.barrier_arrive(freed.at[0]))
 
         walk(plan, refs, own, Turns(wait, wait_scores, free), batch, head, columns)
 
@@ -270,9 +290,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
     def _():
         if plan.registers:
             plgpu.set_max_registers(plan.registers[1], action="decrease")
-        place = batch, head, first
-        barriers = loaded, ready, freed
-        _serve(plan, values, refs, buffers["stages"], barriers, place)
+        _serve(plan, load, buffers["stages"], (loaded, ready, freed))
 
 
 def launch(

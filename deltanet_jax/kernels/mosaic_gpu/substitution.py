@@ -117,9 +117,7 @@ def _invert(ctx, x, scratch):
     place, scratch = _place(), utils.memref_ptr(scratch)
     registers = [[_numbers(r) for r in pair] for pair in x.registers.reshape(-1, 2)]
     left, right = registers[:2], registers[2:]
-    a, b, d = (
-        _chosen(place.lower, right[n][h], left[n][h]) for n, h in ((0, 0), (0, 1), (1, 1))
-    )
+    a, b, d = (_chosen(place.lower, right[n][h], left[n][h]) for n, h in ((0, 0), (0, 1), (1, 1)))
     _store(scratch, place.matrix, [*a, *b])
     _store(scratch, place.matrix, d, after=EIGHT * ROW + EIGHT)
     for n in range(2):
@@ -129,26 +127,26 @@ def _invert(ctx, x, scratch):
     utils.warp_barrier()
     *v, w0, w1 = _load(scratch, place.square)
     zero = [_c(0.0)] * 2
-    q = _plus_product([*zero, *b], [*zero, w0, w1], _column(scratch, place.column, EIGHT, 0))
-    y = _plus_product(q, [*zero, *q[2:]], _column(scratch, place.column, 0, 0))[2:]
+    factor = _column(scratch, place.column, EIGHT, 0)
+    (q,) = _plus_products([[*zero, *b]], [*zero, w0, w1], [factor])
+    factor = _column(scratch, place.column, 0, 0)
+    (q,) = _plus_products([q], [*zero, *q[2:]], [factor])
+    y = q[2:]
     _store(scratch, place.matrix, y, after=EIGHT * ROW)
     block = [[v, y], [zero, [w0, w1]]]
     q = [[*left[n][0], *left[n][1]] for n in range(2)]
-    for n in range(2):
-        for k in range(2):
-            factor = _column(scratch, place.column, EIGHT * k, BLOCK + EIGHT * n)
-            q[n] = _plus_product(q[n], [*block[k][0], *block[k][1]], factor)
+    for k in range(2):
+        factors = [_column(scratch, place.column, EIGHT * k, BLOCK + EIGHT * n) for n in range(2)]
+        q = _plus_products(q, [*block[k][0], *block[k][1]], factors, where=place.lower)
     utils.warpgroup_barrier()
-    below = [list(q[n]) for n in range(2)]
-    for n, k in ((0, 0), (0, 1), (1, 1)):
-        factor = _column(scratch, place.above, EIGHT * k, EIGHT * n)
-        below[n] = _plus_product(below[n], q[k], factor)
+    factors = [_column(scratch, place.above, EIGHT, EIGHT * n) for n in range(2)]
+    below = _plus_products(q, q[1], factors, where=place.lower)
+    factor = _column(scratch, place.above, 0, 0)  # right of it `V` is zero
+    below[:1] = _plus_products(below[:1], q[0], [factor], where=place.lower)
     ones = [_chosen(at, [_c(1.0)], [_c(0.0)])[0] for at in (place.first, place.second)]
     block = [[_sum(v, ones), y], [zero, _sum([w0, w1], ones)]]
     below = [[y[:2], y[2:]] for y in below]
-    results = [
-        [_chosen(place.lower, below[n][h], block[n][h]) for h in range(2)] for n in range(2)
-    ]
+    results = [[_chosen(place.lower, below[n][h], block[n][h]) for h in range(2)] for n in range(2)]
     results += [[_chosen(place.lower, block[n][h], zero) for h in range(2)] for n in range(2)]
     moved = x.registers.copy()
     moved.reshape(-1, 2)[:] = [[_packed(numbers) for numbers in pair] for pair in results]
@@ -169,15 +167,23 @@ def _substitute(place: _Place, scratch) -> None:
         _write(scratch, place.solved, row[at::2], after=VECTOR * at)
 
 
-def _plus_product(sums: list, left: list, right: list) -> list:
-    """`sums + left right` of 16 x 8 times 8 x 8.
+def _plus_products(sums: list, left: list, right: list, where=None) -> list:
+    """`sums + left right` for some of both, 16 x 8 times 8 x 8.
 
-    A thread has of two rows, eight apart, two neighbouring columns of the first two, and of the
-    last one two neighbouring rows of a column.
+    Args:
+        sums: For each product, of a thread's two rows, eight apart, two neighbouring columns.
+        left: The same.
+        right: For each product, two neighbouring rows of a column.
+        where: Whether the warp computes these at all; otherwise the sums stay.
     """
-    left, right = ([_split(x) for x in numbers] for numbers in (left, right))
+    left = [_split(x) for x in left]
+    right = [[_split(x) for x in numbers] for numbers in right]
     for i, j in ((1, 0), (0, 1), (0, 0)):  # the two low parts are left out
-        sums = _multiply_add([x[i] for x in left], [x[j] for x in right], sums)
+        operand = [x[i] for x in left]
+        sums = [
+            _multiply_add(operand, [x[j] for x in numbers], total, where)
+            for numbers, total in zip(right, sums, strict=True)
+        ]
     return sums
 
 
@@ -192,7 +198,7 @@ def _split(x):
     return high, arith.subf(x, high)
 
 
-def _multiply_add(left: list, right: list, sums: list) -> list:
+def _multiply_add(left: list, right: list, sums: list, where=None) -> list:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -204,9 +210,19 @@ def _multiply_add(left: list, right: list, sums: list) -> list:
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    constraints = ["=f"] * 4 + ["r"] * 6 + ["f"] * 4
+    operands = [*words, *sums]
+    if where is not None:
+        instruction = (
+            "@$14 mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
+        )
+        constraints = ["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3", "b"]
+        operands.append(where)
     result = llvm.StructType.get_literal([f32] * 4)
-    out = llvm.inline_asm(result, [*words, *sums], instruction, constraints, has_side_effects=False)
+    out = llvm.inline_asm(
+        result, operands, instruction, ",".join(constraints), has_side_effects=False
+    )
     return [llvm.extractvalue(f32, out, [at]) for at in range(4)]
 
 
@@ -275,9 +291,7 @@ def _read(pointer, first, count: int, after: int = 0) -> list:
         return []
     packed = ir.VectorType.get((1 << (count - 1).bit_length(),), ir.F32Type.get())
     loaded = llvm.load(packed, _element(pointer, first, after))
-    return [
-        vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)
-    ]
+    return [vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)]
 
 
 def _write(pointer, first, numbers: list, after: int = 0) -> None:

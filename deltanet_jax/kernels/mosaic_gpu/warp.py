@@ -208,7 +208,9 @@ def odd_rows(x: jax.Array, y: jax.Array | None, size: int, *, interpret: bool) -
     operands = (x,) if y is None else (x, y)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
     body = functools.partial(_odd_rows, warps=size // BLOCK)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(*operands)
+    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(
+        *operands
+    )
 
 
 def _odd_rows(ctx, x, y=None, *, warps: int):
