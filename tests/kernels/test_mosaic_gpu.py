@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
-from deltanet_jax.kernels.mosaic_gpu import fused, serial, split, support
+from deltanet_jax.kernels.mosaic_gpu import differentiable, fused, gates, serial, split, support
 from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
 from tests.tolerances import TOLERANCES, relative_rms
@@ -108,6 +108,29 @@ def test_a_reset_by_the_gate_forgets_exactly(channels):
     other = dataclasses.replace(p, v=p.v.at[:, :40].multiply(-3))
     after, expected = (np.asarray(_run(x)[0], np.float32)[:, 40:] for x in (p, other))
     np.testing.assert_array_equal(after, expected)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "delta"), [(1, True), (3, False), (33, True)])
+def test_vectors_of_the_gates_equal_those_in_float64(heads, delta):
+    rng = np.random.default_rng(heads)
+    g = -rng.random((2, 128, heads), dtype=np.float32)
+    g[rng.random(g.shape) < 0.02] = differentiable.LOG_ZERO
+    beta = rng.random(g.shape, dtype=np.float32) if delta else None
+    got = gates.gate_vectors(g, beta, interpret=plgpu.InterpretGPUParams())
+    got = {name: np.asarray(x) for name, x in got.items()}
+
+    def chunks(x):
+        return np.swapaxes(x.reshape(2, 2, support.CHUNK, heads), 2, 3)
+
+    if delta:
+        np.testing.assert_array_equal(got["beta"], chunks(beta))
+    b = got["b"]
+    np.testing.assert_allclose(b, np.cumsum(chunks(g), -1, np.float64), rtol=1e-6)
+    total = np.broadcast_to(b[..., -1:], b.shape)
+    for name, x in {"decay": b, "rest": total - b, "kept": total}.items():
+        np.testing.assert_allclose(got[name], np.exp(np.float64(x)), rtol=1e-6, atol=1e-37)
+    assert got.keys() == {"b", "decay", "rest", "kept"} | ({"beta"} if delta else set())
 
 
 @interpreted

@@ -111,7 +111,8 @@ def spills(sizes, kind, capfd, *, backward: bool, dtype=jnp.bfloat16) -> dict[st
 )
 def test_forward_and_backward_compile_for_an_h200(sizes, kind, capfd):
     found = spills(sizes, kind, capfd, backward=True)
-    assert set(found) == set(CHANNEL_KERNELS if kind == "kda" else KERNELS)
+    kernels = set(CHANNEL_KERNELS if kind == "kda" else KERNELS)
+    assert set(found) == kernels | ({"gate_vectors"} if kind == "gated-delta" else set())
     known = KNOWN_SPILLS.get((sizes[3], kind), {})
     for name, stores in found.items():
         assert stores <= known.get(name, 0), f"{name} spills more than is known"
@@ -127,5 +128,6 @@ def test_the_inverse_in_float16_compiles_for_an_h200(capfd):
 def test_the_forward_with_its_inverses_compiles_for_an_h200(kind, known, capfd):
     """Alone, where every head has a multiprocessor; on jax 0.11.2 none, and 4 with a gate."""
     found = spills(MANY, kind, capfd, backward=False)
+    assert found.pop("gate_vectors", 0) == 0
     assert set(found) == {"run_states"}
     assert found["run_states"] <= known

@@ -145,24 +145,32 @@ def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
     return q, k, x.get("inverse"), gates
 
 
+def _inputs(call: Call, x: Arrays) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """What the kernels read in both directions, and what the forward alone does."""
+    from deltanet_jax.kernels.mosaic_gpu import gates
+
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": None, "b": None, "g": None}
+    if x.g is not None and x.g.ndim == 3:
+        launch = batched(functools.partial(gates.gate_vectors, interpret=call.interpret))
+        vectors = launch(x.g, x.beta)
+        exponentials = {name: vectors.pop(name) for name in ("decay", "rest", "kept")}
+        return inputs | vectors, exponentials
+    beta = None if x.beta is None else _chunk_vectors(x.beta)
+    return inputs | {"beta": beta, "g": x.g}, {}
+
+
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The forward's results, and the inputs of the kernels as the backward reads them."""
     from deltanet_jax.kernels.mosaic_gpu import forward
 
-    beta = None if x.beta is None else _chunk_vectors(x.beta)
-    b = g = None
-    if x.g is not None and x.g.ndim == 4:
-        g = x.g
-    elif x.g is not None:
-        b = jnp.cumsum(_chunk_vectors(x.g), axis=-1)
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": beta, "b": b, "g": g}
+    inputs, exponentials = _inputs(call, x)
 
-    def launch(x, state):
-        x = _fold(call, x)
+    def launch(x, exponentials, state):
+        x, exponentials = _fold(call, (x, exponentials))
         made = _decayed(call, x, save=save)
         q, k, inverse, gates = _operands(x | made)
         v = x["v"]
-        gates |= {"interpret": call.interpret}
+        gates |= {"exponentials": exponentials, "interpret": call.interpret}
         maps = None
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
@@ -181,7 +189,7 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         maps = jax.tree.map(lambda x: x.reshape(-1, call.pieces, *x.shape[1:]), maps)
         return _unfold(call, made | out) | {"final": final, "maps": maps}
 
-    return batched(launch)(inputs, x.state), inputs
+    return batched(launch)(inputs, exponentials, x.state), inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -165,18 +165,18 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _vectors(beta, b) -> dict:
-    """The vectors of every chunk; exponentials are taken here, off the serial chain."""
+def _vectors(beta, b, exponentials) -> dict:
+    """The vectors of every chunk; row and column views of one vector need two copies."""
     vectors = {} if beta is None else {"beta": beta}
     if b is not None:
-        total = b[..., -1:]
-        kept = jnp.broadcast_to(jnp.exp(total), b.shape)
-        vectors |= {"b": b, "b_column": b, "decay": jnp.exp(b), "rest": jnp.exp(total - b)}
-        vectors |= {"kept": kept}
+        vectors |= {"b": b, "b_column": b} | exponentials
     return vectors
 
 
-def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, interpret=None):
+def run_states(
+    q, k, v, inverse, state, *,
+    beta, b, exponentials, channels=None, scale, save, interpret=None,
+):  # fmt: skip
     """Outputs, the final state and what the backward needs.
 
     Args:
@@ -187,6 +187,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        exponentials: `decay`, `rest` and `kept` of `gate_vectors` by name; with `b`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
@@ -198,7 +199,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
         `states` entering every `memory.stride`-th chunk `[B, N', HV, K, V]` and (delta rule) `u`
         `[B, T, HV, V]`.
     """
-    vectors = _vectors(beta, b)
+    vectors = _vectors(beta, b, exponentials)
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
@@ -223,7 +224,7 @@ def run_states(q, k, v, inverse, state, *, beta, b, channels=None, scale, save, 
     )  # fmt: skip
 
 
-def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
+def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret=None):
     """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
 
     Args:
@@ -232,6 +233,7 @@ def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        exponentials: `decay`, `rest` and `kept` of `gate_vectors` by name; with `b`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         interpret: Interpreter parameters, or `None` for the device.
@@ -243,7 +245,7 @@ def state_maps(k, v, inverse, *, beta, b, channels=None, interpret=None):
     heads, value_dim = v.shape[2:]
     writes = k if channels is None else channels["writes"]
     batch, _, _, key_dim = writes.shape
-    vectors = _vectors(beta, b)
+    vectors = _vectors(beta, b, exponentials)
     plan = serial.plan_for(
         writes, v, vectors, channels,
         scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True,

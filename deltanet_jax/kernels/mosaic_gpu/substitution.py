@@ -17,7 +17,6 @@ inverse (`docs/gpu.md`).
 Written against the layer below Pallas; the interpreter gets the same results from `jax.lax`.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -25,6 +24,24 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP, thread_index
+from deltanet_jax.kernels.mosaic_gpu.scalars import (
+    add,
+    address_of,
+    bits_and,
+    bits_or,
+    constant,
+    equal,
+    greater,
+    integer,
+    not_equal,
+    numbers_of,
+    packed,
+    read,
+    shifted_left,
+    shifted_right,
+    times,
+    write,
+)
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = ["PAIR", "inverses", "scratch_shape"]
@@ -80,32 +97,32 @@ class _Place(NamedTuple):
 
 def _place() -> _Place:
     thread = thread_index()
-    lane, block = _and(thread, WARP - 1), _and(_shr(thread, 1), 3 * BLOCK)
-    row, quad = _shr(lane, 2), _and(lane, 3)
-    eight, ninth = _and(lane, EIGHT - 1), _shr(lane, 4)
-    half = _shl(_and(_shr(lane, 3), 1), 2)  # of eight columns
-    own = _and(_shr(lane, 3), 1)  # the block of eight rows in which it solves
+    lane, block = bits_and(thread, WARP - 1), bits_and(shifted_right(thread, 1), 3 * BLOCK)
+    row, quad = shifted_right(lane, 2), bits_and(lane, 3)
+    eight, ninth = bits_and(lane, EIGHT - 1), shifted_right(lane, 4)
+    half = shifted_left(bits_and(shifted_right(lane, 3), 1), 2)  # of eight columns
+    own = bits_and(shifted_right(lane, 3), 1)  # the block of eight rows in which it solves
 
     def floats(row, column):
-        return _add(_times(row, ROW), column)
+        return add(times(row, ROW), column)
 
-    matrix = floats(_add(_add(block, eight), _shl(ninth, 3)), half)
-    diagonal = _shl(own, 3)
-    factors = floats(_or(block, diagonal), diagonal)
-    place = _or(_shr(row, 1), _shl(_and(row, 1), 2))
-    column = floats(_add(block, _shl(quad, 1)), place)
-    lower = _not_equal(_and(block, BLOCK), 0)
+    matrix = floats(add(add(block, eight), shifted_left(ninth, 3)), half)
+    diagonal = shifted_left(own, 3)
+    factors = floats(bits_or(block, diagonal), diagonal)
+    place = bits_or(shifted_right(row, 1), shifted_left(bits_and(row, 1), 2))
+    column = floats(add(block, shifted_left(quad, 1)), place)
+    lower = not_equal(bits_and(block, BLOCK), 0)
     return _Place(
         matrix=matrix,
-        square=_add(matrix, _shl(ninth, 3)),
-        solved=_add(factors, _times(eight, ROW)),
+        square=add(matrix, shifted_left(ninth, 3)),
+        solved=add(factors, times(eight, ROW)),
         factors=factors,
         column=column,
-        above=floats(_add(_and(block, PAIR), _shl(quad, 1)), place),
+        above=floats(add(bits_and(block, PAIR), shifted_left(quad, 1)), place),
         row=eight,
         lower=lower,
-        first=_equal(row, _shl(quad, 1)),
-        second=_equal(row, _add(_shl(quad, 1), 1)),
+        first=equal(row, shifted_left(quad, 1)),
+        second=equal(row, add(shifted_left(quad, 1), 1)),
     )
 
 
@@ -115,7 +132,7 @@ def _invert(ctx, x, scratch):
 
     del ctx
     place, scratch = _place(), utils.memref_ptr(scratch)
-    registers = [[_numbers(r) for r in pair] for pair in x.registers.reshape(-1, 2)]
+    registers = [[numbers_of(r) for r in pair] for pair in x.registers.reshape(-1, 2)]
     left, right = registers[:2], registers[2:]
     a, b, d = (_chosen(place.lower, right[n][h], left[n][h]) for n, h in ((0, 0), (0, 1), (1, 1)))
     _store(scratch, place.matrix, [*a, *b])
@@ -126,7 +143,7 @@ def _invert(ctx, x, scratch):
     _substitute(place, scratch)
     utils.warp_barrier()
     *v, w0, w1 = _load(scratch, place.square)
-    zero = [_c(0.0)] * 2
+    zero = [constant(0.0)] * 2
     factor = _column(scratch, place.column, EIGHT, 0)
     (q,) = _plus_products([[*zero, *b]], [*zero, w0, w1], [factor])
     factor = _column(scratch, place.column, 0, 0)
@@ -143,13 +160,13 @@ def _invert(ctx, x, scratch):
     below = _plus_products(q, q[1], factors, where=place.lower)
     factor = _column(scratch, place.above, 0, 0)  # right of it `V` is zero
     below[:1] = _plus_products(below[:1], q[0], [factor], where=place.lower)
-    ones = [_chosen(at, [_c(1.0)], [_c(0.0)])[0] for at in (place.first, place.second)]
+    ones = [_chosen(at, [constant(1.0)], [constant(0.0)])[0] for at in (place.first, place.second)]
     block = [[_sum(v, ones), y], [zero, _sum([w0, w1], ones)]]
     below = [[y[:2], y[2:]] for y in below]
     results = [[_chosen(place.lower, below[n][h], block[n][h]) for h in range(2)] for n in range(2)]
     results += [[_chosen(place.lower, block[n][h], zero) for h in range(2)] for n in range(2)]
     moved = x.registers.copy()
-    moved.reshape(-1, 2)[:] = [[_packed(numbers) for numbers in pair] for pair in results]
+    moved.reshape(-1, 2)[:] = [[packed(numbers) for numbers in pair] for pair in results]
     return type(x)(_registers=moved, _layout=x.layout, _is_signed=x.is_signed)
 
 
@@ -158,13 +175,13 @@ def _substitute(place: _Place, scratch) -> None:
     from jax.experimental.mosaic.gpu import utils
 
     row = _eight(scratch, place.solved, EIGHT)
-    row = [_chosen(_greater(place.row, c), [x], [_c(0.0)])[0] for c, x in enumerate(row)]
+    row = [_chosen(greater(place.row, c), [x], [constant(0.0)])[0] for c, x in enumerate(row)]
     for i in range(EIGHT - 1, 0, -1):
         factors = _eight(scratch, place.factors, i, after=i * ROW)
         row[:i] = _plus_multiple(row[:i], row[i], factors)
     utils.warp_barrier()
     for at in range(2):
-        _write(scratch, place.solved, row[at::2], after=VECTOR * at)
+        write(scratch, place.solved, row[at::2], after=VECTOR * at)
 
 
 def _plus_products(sums: list, left: list, right: list, where=None) -> list:
@@ -194,7 +211,7 @@ def _split(x):
     from jaxlib.mlir.dialects import arith
 
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    high = utils.bitcast(_and(utils.bitcast(x, i32), -1 << 13), f32)
+    high = utils.bitcast(bits_and(utils.bitcast(x, i32), -1 << 13), f32)
     return high, arith.subf(x, high)
 
 
@@ -250,8 +267,8 @@ def _store(pointer, first, numbers: list, after: int = 0) -> None:
 
     words = ", ".join(f"${i}" for i in range(1, len(numbers) + 1))
     instruction = f"stmatrix.sync.aligned.m8n8.x{len(numbers)}.shared.b16 [$0], {{{words}}};"
-    values = [utils.bitcast(x, _integer()) for x in numbers]
-    address = _address(pointer, first, after)
+    values = [utils.bitcast(x, integer()) for x in numbers]
+    address = address_of(pointer, first, after)
     utils.inline_ptx(instruction, address, *values, has_side_effects=True, convergent=True)
 
 
@@ -262,7 +279,7 @@ def _load(pointer, first) -> list:
 
     instruction = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
     words = utils.inline_ptx(
-        instruction, _address(pointer, first), result_types=[_integer()] * 4,
+        instruction, address_of(pointer, first), result_types=[integer()] * 4,
         has_side_effects=True, convergent=True,
     )  # fmt: skip
     return [utils.bitcast(word, ir.F32Type.get()) for word in words]
@@ -270,99 +287,13 @@ def _load(pointer, first) -> list:
 
 def _column(pointer, first, row: int, column: int) -> list:
     """Two numbers below one another; `column` is a multiple of eight."""
-    return [_read(pointer, first, 1, after=i * ROW + column)[0] for i in (row, row + 1)]
+    return [read(pointer, first, 1, after=i * ROW + column)[0] for i in (row, row + 1)]
 
 
 def _eight(pointer, first, count: int, after: int = 0) -> list:
     """The first `count` columns of eight."""
-    even = _read(pointer, first, (count + 1) // 2, after)
-    odd = _read(pointer, first, count // 2, after + VECTOR)
+    even = read(pointer, first, (count + 1) // 2, after)
+    odd = read(pointer, first, count // 2, after + VECTOR)
     numbers = [*even, *odd]
     numbers[::2], numbers[1::2] = even, odd
     return numbers
-
-
-def _read(pointer, first, count: int, after: int = 0) -> list:
-    """Up to four floats from `first + after` on."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
-    if count == 0:
-        return []
-    packed = ir.VectorType.get((1 << (count - 1).bit_length(),), ir.F32Type.get())
-    loaded = llvm.load(packed, _element(pointer, first, after))
-    return [vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)]
-
-
-def _write(pointer, first, numbers: list, after: int = 0) -> None:
-    from jaxlib.mlir.dialects import llvm
-
-    llvm.store(_packed(numbers), _element(pointer, first, after))
-
-
-def _element(pointer, first, after: int):
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-
-    f32 = ir.F32Type.get()
-    return utils.getelementptr(utils.getelementptr(pointer, [first], f32), [after], f32)
-
-
-def _address(pointer, first, after: int = 0):
-    from jaxlib.mlir.dialects import llvm
-
-    return llvm.ptrtoint(_integer(), _element(pointer, first, after))
-
-
-def _numbers(register) -> list:
-    from jaxlib.mlir.dialects import vector
-
-    return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
-
-
-def _packed(values: list):
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
-    kind = ir.VectorType.get((len(values),), values[0].type)
-    return vector.from_elements(kind, values)
-
-
-def _integer():
-    from jaxlib.mlir import ir
-
-    return ir.IntegerType.get_signless(32)
-
-
-def _c(value):
-    """A constant: an integer, or a float where the value is one."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-
-    return utils.c(value, ir.F32Type.get() if isinstance(value, float) else _integer())
-
-
-def _integers(operation: str, x, y):
-    from jaxlib.mlir.dialects import arith
-
-    return getattr(arith, operation)(x, _c(y) if isinstance(y, int) else y)
-
-
-_add = functools.partial(_integers, "addi")
-_times = functools.partial(_integers, "muli")
-_and = functools.partial(_integers, "andi")
-_or = functools.partial(_integers, "ori")
-_shl = functools.partial(_integers, "shli")
-_shr = functools.partial(_integers, "shrui")
-
-
-def _compared(kind: str, x, y):
-    from jaxlib.mlir.dialects import arith
-
-    predicate = getattr(arith.CmpIPredicate, kind)
-    return arith.cmpi(predicate, x, _c(y) if isinstance(y, int) else y)
-
-
-_equal = functools.partial(_compared, "eq")
-_not_equal = functools.partial(_compared, "ne")
-_greater = functools.partial(_compared, "sgt")

@@ -1,0 +1,149 @@
+"""The vectors of every chunk that the gates `g` and `beta` become, heads before tokens.
+
+Where there is a gate per head::
+
+    b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)        kept = exp(b_C)
+
+A program makes some rows, each of one head in one chunk. What is read is contiguous over the
+heads, what is written over the tokens, so it is turned in shared memory; for the rest the threads
+of a row are neighbours in a warp. A thread has eight loads in flight and no loop: nothing here
+takes longer than the launch until there are thousands of rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu.lanes import thread_index
+from deltanet_jax.kernels.mosaic_gpu.scalars import (
+    add,
+    bits_and,
+    constant,
+    divided,
+    less,
+    not_equal,
+    read,
+    remainder,
+    smaller,
+    times,
+    write,
+)
+
+__all__ = ["gate_vectors"]
+
+CHUNK = tiles.CHUNK
+ROWS = 8  # of a program: as many heads as fill what the memory gives at once, 32 bytes
+VECTOR = 4  # tokens of a thread
+LANES = CHUNK // VECTOR  # of a row
+THREADS = ROWS * LANES
+PITCH = CHUNK + VECTOR  # from row to row in shared memory: neither access meets a bank conflict
+
+
+def _body(shape: tuple[int, int, int], names, outputs, interpret: bool, *args) -> None:
+    *refs, turned = args
+    inputs = dict(zip(names, refs, strict=False))
+    results = dict(zip(outputs, refs[len(names) :], strict=True))
+    if interpret:
+        _interpreted(inputs, results)
+        return
+    first = lax.axis_index("program") * ROWS
+    types = jax.tree.map(lambda _: plgpu.RefType(), (inputs, results, turned))
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *types))
+    inlined(functools.partial(_rows, shape))(first, inputs, results, turned)
+
+
+def _interpreted(inputs: dict, results: dict) -> None:
+    x = {name: jnp.swapaxes(ref[...], 1, 2) for name, ref in inputs.items()}
+    b = jnp.cumsum(x.pop("g"), axis=-1)
+    total = jnp.broadcast_to(b[..., -1:], b.shape)
+    x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(total - b), "kept": jnp.exp(total)}
+    for name, y in x.items():
+        results[name][...] = y
+
+
+def _rows(shape: tuple[int, int, int], ctx, first, inputs, results, turned) -> None:
+    """The rows from `first` on; those past the last one are computed but not stored."""
+    from jax.experimental.mosaic.gpu import utils
+
+    del ctx
+    chunks, _, heads = shape
+    end = chunks * heads
+    thread, first = thread_index(), first.registers.item()
+    own, token = remainder(thread, ROWS), divided(thread, ROWS)
+    row = smaller(add(first, own), end - 1)
+    at = add(times(divided(row, heads), CHUNK * heads), remainder(row, heads))
+    at = add(at, times(token, heads))
+    step = THREADS // ROWS  # tokens from load to load
+    loaded = {}
+    for name, ref in inputs.items():
+        source = utils.memref_ptr(ref)
+        loaded[name] = [read(source, at, 1, after=i * heads) for i in range(0, CHUNK, step)]
+    turned = {name: utils.memref_ptr(ref) for name, ref in turned.items()}
+    for name, numbers in loaded.items():
+        for i, x in enumerate(numbers):
+            write(turned[name], add(times(own, PITCH), token), x, after=i * step)
+    utils.warpgroup_barrier()
+    own, lane = divided(thread, LANES), remainder(thread, LANES)
+    token, row = times(lane, VECTOR), add(first, own)
+    x = {name: read(ref, add(times(own, PITCH), token), VECTOR) for name, ref in turned.items()}
+    x |= _exponentials(lane, x.pop("g"))
+    with utils.when(less(row, end)):
+        for name, numbers in x.items():
+            write(utils.memref_ptr(results[name]), add(times(row, CHUNK), token), numbers)
+
+
+def _exponentials(lane, g: list) -> dict[str, list]:
+    """`b` and what the kernels read of it, of four tokens."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir.dialects import arith, math
+
+    b = [g[0]]
+    for x in g[1:]:
+        b.append(arith.addf(b[-1], x))
+    # The last lane adds up `b` as all of them do the total, so that its last `rest` is 1.
+    total = b[-1]
+    for size in (1 << i for i in range(LANES.bit_length() - 1)):
+        other = utils.shfl_bfly(total, size)
+        before = arith.select(not_equal(bits_and(lane, size), 0), other, constant(0.0))
+        b = [arith.addf(x, before) for x in b]
+        total = arith.addf(total, other)
+    decay, kept = [math.exp(x) for x in b], [math.exp(total)] * VECTOR
+    rest = [math.exp(arith.subf(total, x)) for x in b]
+    return {"b": b, "decay": decay, "rest": rest, "kept": kept}
+
+
+def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dict[str, jax.Array]:
+    """The vectors of every chunk.
+
+    Args:
+        g: Log-decay of one gate per head, `[B, T, HV]` float32, finite, with T a multiple of 64.
+        beta: `[B, T, HV]` float32, or `None` without the delta rule.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        By name `b`, `decay`, `rest`, `kept` and, if there is one, `beta`: `[B, N, HV, C]` float32.
+    """
+    batch, tokens, heads = g.shape
+    chunks = tokens // CHUNK
+    shape = (batch * chunks, CHUNK, heads)
+    inputs = {"g": g} | ({} if beta is None else {"beta": beta})
+    outputs = ("b", "decay", "rest", "kept", "beta")[: 3 + len(inputs)]
+    out_type = jax.ShapeDtypeStruct((batch * chunks, heads, CHUNK), jnp.float32)
+    body = functools.partial(_body, shape, tuple(inputs), outputs, interpret is not None)
+    kernel = plgpu.kernel(
+        tiles.named("gate_vectors", body),
+        out_type=[out_type] * len(outputs),
+        scratch_types=(dict.fromkeys(inputs, plgpu.SMEM((ROWS, PITCH), jnp.float32)),),
+        grid=(1 if interpret else pl.cdiv(batch * chunks * heads, ROWS),),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    out = kernel(*(x.reshape(shape) for x in inputs.values()))
+    sizes = (batch, chunks, heads, CHUNK)
+    return {name: x.reshape(sizes) for name, x in zip(outputs, out, strict=True)}

@@ -1,0 +1,124 @@
+"""What one thread computes with: its integers and floats, and the memory it points to.
+
+The words of code written against the layer below Pallas.
+"""
+
+import functools
+
+__all__ = [
+    "add",
+    "address_of",
+    "bits_and",
+    "bits_or",
+    "constant",
+    "divided",
+    "equal",
+    "greater",
+    "integer",
+    "less",
+    "not_equal",
+    "numbers_of",
+    "packed",
+    "read",
+    "remainder",
+    "shifted_left",
+    "shifted_right",
+    "smaller",
+    "times",
+    "write",
+]
+
+
+def read(pointer, first, count: int, after: int = 0) -> list:
+    """Up to four floats from `first + after` on."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    if count == 0:
+        return []
+    kind = ir.VectorType.get((1 << (count - 1).bit_length(),), ir.F32Type.get())
+    loaded = llvm.load(kind, _element(pointer, first, after))
+    return [vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)]
+
+
+def write(pointer, first, numbers: list, after: int = 0) -> None:
+    """One, two or four floats from `first + after` on."""
+    from jaxlib.mlir.dialects import llvm
+
+    llvm.store(packed(numbers), _element(pointer, first, after))
+
+
+def _element(pointer, first, after: int):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+
+    f32 = ir.F32Type.get()
+    return utils.getelementptr(utils.getelementptr(pointer, [first], f32), [after], f32)
+
+
+def address_of(pointer, first, after: int = 0):
+    """Of the float at `first + after`, in shared memory."""
+    from jaxlib.mlir.dialects import llvm
+
+    return llvm.ptrtoint(integer(), _element(pointer, first, after))
+
+
+def numbers_of(register) -> list:
+    """The two numbers of a register."""
+    from jaxlib.mlir.dialects import vector
+
+    return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
+
+
+def packed(values: list):
+    """A vector of numbers of one type."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    kind = ir.VectorType.get((len(values),), values[0].type)
+    return vector.from_elements(kind, values)
+
+
+def integer():
+    """The type of 32 bits."""
+    from jaxlib.mlir import ir
+
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(value):
+    """An integer, or a float where the value is one."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+
+    return utils.c(value, ir.F32Type.get() if isinstance(value, float) else integer())
+
+
+def _integers(operation: str, x, y):
+    from jaxlib.mlir.dialects import arith
+
+    return getattr(arith, operation)(x, constant(y) if isinstance(y, int) else y)
+
+
+add = functools.partial(_integers, "addi")
+times = functools.partial(_integers, "muli")
+divided = functools.partial(_integers, "divui")
+remainder = functools.partial(_integers, "remui")
+smaller = functools.partial(_integers, "minui")
+bits_and = functools.partial(_integers, "andi")
+bits_or = functools.partial(_integers, "ori")
+shifted_left = functools.partial(_integers, "shli")
+shifted_right = functools.partial(_integers, "shrui")
+
+
+def _compared(kind: str, x, y):
+    from jaxlib.mlir.dialects import arith
+
+    predicate = getattr(arith.CmpIPredicate, kind)
+    return arith.cmpi(predicate, x, constant(y) if isinstance(y, int) else y)
+
+
+equal = functools.partial(_compared, "eq")
+not_equal = functools.partial(_compared, "ne")
+greater = functools.partial(_compared, "sgt")
+less = functools.partial(_compared, "slt")
