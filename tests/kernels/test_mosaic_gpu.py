@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
-from deltanet_jax.kernels.mosaic_gpu import differentiable, fused, gates, serial, split, support
+from deltanet_jax.kernels.mosaic_gpu import fused, gates, serial, split, support
 from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
 from tests.tolerances import TOLERANCES, relative_rms
@@ -111,11 +111,22 @@ def test_a_reset_by_the_gate_forgets_exactly(channels):
 
 
 @interpreted
+def test_a_gate_that_forgets_gets_no_gradient():
+    """As of its maximum with `LOG_ZERO`, which only the kernel takes."""
+    p = problem(inputs(T=64, gate=0.1, delta=False))
+    g = p.g.at[:, 40].set(-jnp.inf)
+    dg = jax.grad(lambda g: jnp.sum(_run(dataclasses.replace(p, g=g))[1]))(g)
+    assert np.all(np.isfinite(dg))
+    assert np.all(np.asarray(dg[:, 40]) == 0)
+    assert np.all(np.asarray(dg[:, 41:]) != 0)
+
+
+@interpreted
 @pytest.mark.parametrize(("heads", "delta"), [(1, True), (3, False), (33, True)])
 def test_vectors_of_the_gates_equal_those_in_float64(heads, delta):
     rng = np.random.default_rng(heads)
     g = -rng.random((2, 128, heads), dtype=np.float32)
-    g[rng.random(g.shape) < 0.02] = differentiable.LOG_ZERO
+    g[rng.random(g.shape) < 0.02] = -np.inf
     beta = rng.random(g.shape, dtype=np.float32) if delta else None
     got = gates.gate_vectors(g, beta, interpret=plgpu.InterpretGPUParams())
     got = {name: np.asarray(x) for name, x in got.items()}
@@ -126,6 +137,7 @@ def test_vectors_of_the_gates_equal_those_in_float64(heads, delta):
     if delta:
         np.testing.assert_array_equal(got["beta"], chunks(beta))
     b = got["b"]
+    g = np.maximum(g, support.LOG_ZERO)
     np.testing.assert_allclose(b, np.cumsum(chunks(g), -1, np.float64), rtol=1e-6)
     total = np.broadcast_to(b[..., -1:], b.shape)
     for name, x in {"decay": b, "rest": total - b, "kept": total}.items():

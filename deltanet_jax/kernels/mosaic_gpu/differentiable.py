@@ -10,12 +10,9 @@ import jax.numpy as jnp
 from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.kernels.mosaic_gpu import split
 from deltanet_jax.kernels.mosaic_gpu.launches import batched
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, why_not
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, LOG_ZERO, why_not
 
 __all__ = ["chunkwise"]
-
-# The exponential of a gate this low is 0 in float32, and sums of some keep their digits.
-LOG_ZERO = -104.0
 
 
 class Arrays(NamedTuple):
@@ -24,7 +21,7 @@ class Arrays(NamedTuple):
     q: jax.Array  # [B, T, H, K]
     k: jax.Array  # [B, T, H, K]
     v: jax.Array  # [B, T, HV, V]
-    g: jax.Array | None  # [B, T, HV], finite, or [B, T, HV, K]; float32
+    g: jax.Array | None  # [B, T, HV] or [B, T, HV, K] float32
     beta: jax.Array | None  # [B, T, HV] float32
     state: jax.Array | None  # [B, HV, K, V] float32; zeros where there is none
 
@@ -85,13 +82,30 @@ def _gate(problem: Problem) -> jax.Array | None:
     if g is not None:
         g = g.astype(jnp.float32)
         if g.ndim == 3:
-            g = jnp.maximum(g, LOG_ZERO)
+            g = _bounded(g)
     if problem.reset is None:
         return g
     if g is None:
         g = jnp.zeros(problem.v.shape[:3], jnp.float32)
     reset = problem.reset.reshape(*problem.reset.shape, *(1,) * (g.ndim - 2))
     return jnp.where(reset, LOG_ZERO, g)
+
+
+@jax.custom_jvp
+def _bounded(g: jax.Array) -> jax.Array:
+    """`g`, differentiated as the maximum with `LOG_ZERO` that `gate_vectors` takes.
+
+    Taken here, it would be a kernel of its own.
+    """
+    return g
+
+
+@_bounded.defjvp
+def _bounded_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (g,), (dg,) = primals, tangents
+    return g, jnp.where(g > LOG_ZERO, dg, 0.0)
 
 
 def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:

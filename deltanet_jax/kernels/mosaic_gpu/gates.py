@@ -1,6 +1,6 @@
 """The vectors of every chunk that the gates `g` and `beta` become, heads before tokens.
 
-Where there is a gate per head::
+Of a gate per head, not lower than `LOG_ZERO`::
 
     b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)        kept = exp(b_C)
 
@@ -33,6 +33,7 @@ from deltanet_jax.kernels.mosaic_gpu.scalars import (
     times,
     write,
 )
+from deltanet_jax.kernels.mosaic_gpu.support import LOG_ZERO
 
 __all__ = ["gate_vectors"]
 
@@ -46,7 +47,7 @@ PITCH = CHUNK + VECTOR  # from row to row in shared memory: neither access meets
 
 def _body(shape: tuple[int, int, int], names, outputs, interpret: bool, *args) -> None:
     *refs, turned = args
-    inputs = dict(zip(names, refs, strict=False))
+    inputs = dict(zip(names, refs[: len(names)], strict=True))
     results = dict(zip(outputs, refs[len(names) :], strict=True))
     if interpret:
         _interpreted(inputs, results)
@@ -59,7 +60,7 @@ def _body(shape: tuple[int, int, int], names, outputs, interpret: bool, *args) -
 
 def _interpreted(inputs: dict, results: dict) -> None:
     x = {name: jnp.swapaxes(ref[...], 1, 2) for name, ref in inputs.items()}
-    b = jnp.cumsum(x.pop("g"), axis=-1)
+    b = jnp.cumsum(jnp.maximum(x.pop("g"), LOG_ZERO), axis=-1)
     total = jnp.broadcast_to(b[..., -1:], b.shape)
     x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(total - b), "kept": jnp.exp(total)}
     for name, y in x.items():
@@ -102,8 +103,9 @@ def _exponentials(lane, g: list) -> dict[str, list]:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir.dialects import arith, math
 
-    b = [g[0]]
-    for x in g[1:]:
+    first, *others = [arith.maximumf(x, constant(LOG_ZERO)) for x in g]
+    b = [first]
+    for x in others:
         b.append(arith.addf(b[-1], x))
     # The last lane adds up `b` as all of them do the total, so that its last `rest` is 1.
     total = b[-1]
@@ -121,7 +123,7 @@ def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dic
     """The vectors of every chunk.
 
     Args:
-        g: Log-decay of one gate per head, `[B, T, HV]` float32, finite, with T a multiple of 64.
+        g: Log-decay of one gate per head, `[B, T, HV]` float32, with T a multiple of 64.
         beta: `[B, T, HV]` float32, or `None` without the delta rule.
         interpret: Interpreter parameters, or `None` for the device.
 
