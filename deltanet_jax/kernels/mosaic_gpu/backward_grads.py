@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.kernels.mosaic_gpu import launches, memory, tiles
+from deltanet_jax.kernels.mosaic_gpu import gates, launches, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
@@ -47,6 +47,7 @@ SMALL_BETA = 1 / 128
 # Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
 SINGLE = ("dv", "state", "ready", "free", "read", "made")
 FREED = ("values", "state", "keys")
+GATE_PARTS = ("db_q", "db_k", "overlap", "db_write")  # what `gate_gradient` adds up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _scratch(plan: Plan):
         }
         buffers |= {"dbeta": vector}
     if plan.gated:
-        buffers |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
+        buffers |= dict.fromkeys(GATE_PARTS, vector)
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
     # Few barriers of many places: the turns that a warpgroup counts are bits of one register.
@@ -486,7 +487,7 @@ def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
     if plan.delta:
         outputs |= {"dbeta": vector}
     if plan.gated:
-        outputs |= {"overlap": vector, "db_q": vector, "db_k": vector, "db_write": vector}
+        outputs |= dict.fromkeys(GATE_PARTS, vector)
     names = (*inputs, *cotangents, *outputs)
     body, scratch = functools.partial(_body, plan, names), _scratch(plan)
 
@@ -511,7 +512,7 @@ def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
 
 
 def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, interpret=None):
-    """`dq`, `dk`, `dbeta` and `db` of all chunks.
+    """`dq`, `dk`, `dbeta` and `dg` of all chunks.
 
     Args:
         q: `[B, T, H, K]` with T a multiple of 64.
@@ -529,8 +530,8 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        `dq`, `dk` `[B, T, HV, K]` (one for each value head), `dbeta` and `db` `[B, N, HV, C]`
-        float32, or `None`.
+        `dq`, `dk` `[B, T, HV, K]` (one for each value head), `dbeta` `[B, N, HV, C]` and `dg`
+        `[B, T, HV]` float32, or `None`.
     """
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = u.shape[2:]
@@ -551,6 +552,6 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
     dbeta = out["dbeta"].sum(0) if plan.delta else None
     if not plan.gated:
         return out["dq"], out["dk"], dbeta, None
-    db = (out["db_q"] + out["db_k"]).sum(0)
-    last = jnp.exp(b[..., -1]) * out["overlap"].sum((0, -1)) + out["db_write"].sum((0, -1))
-    return out["dq"], out["dk"], dbeta, db.at[..., -1].add(scale * last)
+    parts = {name: out[name] for name in GATE_PARTS}
+    dg = gates.gate_gradient(parts, b, scale=plan.scale, interpret=interpret)
+    return out["dq"], out["dk"], dbeta, dg

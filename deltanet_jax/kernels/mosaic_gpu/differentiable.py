@@ -222,15 +222,12 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
     do, dfinal = cotangents
     launch = batched(functools.partial(_backward, call))
     d = launch(saved, do, dfinal.astype(jnp.float32) / call.scale)
-    dg = d["g"]
-    if d["b"] is not None:
-        dg = _token_vectors(jax.lax.cumsum(d["b"], axis=3, reverse=True))
     return (
         Arrays(
             _per_key_head(d["q"], saved["q"]),
             _per_key_head(d["k"], saved["k"]),
             d["v"],
-            dg,
+            d["g"],
             None if d["beta"] is None else _token_vectors(d["beta"]),
             None if d["state"] is None else d["state"] * call.scale,
         ),
@@ -270,11 +267,11 @@ def _backward(
 def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
     from deltanet_jax.kernels.mosaic_gpu import backward_grads
 
-    dq, dk, dbeta, db = backward_grads.chunk_gradients(
+    dq, dk, dbeta, dg = backward_grads.chunk_gradients(
         x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
         scale=call.scale, interpret=call.interpret,
     )  # fmt: skip
-    return {"q": dq, "k": dk, "beta": dbeta, "b": db, "g": None}
+    return {"q": dq, "k": dk, "beta": dbeta, "g": dg}
 
 
 def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
@@ -288,7 +285,7 @@ def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str
     dq, dk, dg = vector_pull.chunk_gradients(
         x["q"], x["k"], x["g"], d, delta=beta is not None, interpret=call.interpret
     )
-    return {"q": dq, "k": dk, "beta": d.get("beta"), "b": None, "g": dg}
+    return {"q": dq, "k": dk, "beta": d.get("beta"), "g": dg}
 
 
 def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ __all__ = [
     "shifted_left",
     "shifted_right",
     "smaller",
+    "sums",
     "times",
     "write",
 ]
@@ -68,6 +69,13 @@ def numbers_of(register) -> list:
     from jaxlib.mlir.dialects import vector
 
     return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
+
+
+def sums(x: list, y: list) -> list:
+    """Of two lists of floats, one by one."""
+    from jaxlib.mlir.dialects import arith
+
+    return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
 
 
 def packed(values: list):

@@ -39,6 +39,7 @@ from deltanet_jax.kernels.mosaic_gpu.scalars import (
     read,
     shifted_left,
     shifted_right,
+    sums,
     times,
     write,
 )
@@ -161,7 +162,7 @@ def _invert(ctx, x, scratch):
     factor = _column(scratch, place.above, 0, 0)  # right of it `V` is zero
     below[:1] = _plus_products(below[:1], q[0], [factor], where=place.lower)
     ones = [_chosen(at, [constant(1.0)], [constant(0.0)])[0] for at in (place.first, place.second)]
-    block = [[_sum(v, ones), y], [zero, _sum([w0, w1], ones)]]
+    block = [[sums(v, ones), y], [zero, sums([w0, w1], ones)]]
     below = [[y[:2], y[2:]] for y in below]
     results = [[_chosen(place.lower, below[n][h], block[n][h]) for h in range(2)] for n in range(2)]
     results += [[_chosen(place.lower, block[n][h], zero) for h in range(2)] for n in range(2)]
@@ -247,12 +248,6 @@ def _plus_multiple(x: list, factor, y: list) -> list:
     from jaxlib.mlir.dialects import math
 
     return [math.fma(factor, b, a) for a, b in zip(x, y, strict=True)]
-
-
-def _sum(x: list, y: list) -> list:
-    from jaxlib.mlir.dialects import arith
-
-    return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
 
 
 def _chosen(condition, x: list, y: list) -> list:
