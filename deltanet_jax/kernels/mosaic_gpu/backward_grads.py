@@ -45,7 +45,7 @@ CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
 # Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
-SINGLE = ("dv", "state", "ready", "free", "read", "made")
+SINGLE = ("dv", "state", "ready", "free", "read", "made", "pairs", "summed")
 FREED = ("values", "state", "keys")
 GATE_PARTS = ("db_q", "db_k", "overlap", "db_write")  # what `gate_gradient` adds up
 
@@ -93,7 +93,7 @@ class Plan:
     @property
     def vectors(self) -> tuple[str, ...]:
         """Vectors to load; row and column views of one want two copies."""
-        gates = ("b", "b_column", "rest") * self.gated
+        gates = ("b", "b_column") * self.gated
         return ("beta", "beta_column") * self.delta + gates
 
     @property
@@ -118,6 +118,14 @@ class Plan:
         where a sweep over all runs of a head is longer (`docs/gpu.md`).
         """
         return self.gated and max(self.key_dim, self.value_dim) <= 128 and self.runs <= 512
+
+    @property
+    def sums_with_queries(self) -> bool:
+        """Whether the warpgroup of `dq` sums the columns of `X beta_j` too.
+
+        It has time to, but for larger heads, where it is the slower one (`docs/gpu.md`).
+        """
+        return self.gated and self.delta and max(self.key_dim, self.value_dim) <= 128
 
     def locate(self, item):
         """Batch, run, head and block of K of one work item."""
@@ -252,14 +260,14 @@ def _dot_rows(ref, x: jax.Array) -> jax.Array:
     return (tiles.matrix(ref) * x).sum(axis=1)
 
 
-def _columns(plan: Plan, buffers, weights: str, keys: str) -> jax.Array:
-    """`colsum(E)` of `E_ij = weights_ij keys_i . k_j`.
+def _column_sums(plan: Plan, buffers, *names: tuple[str, str]) -> jax.Array:
+    """The sum of `colsum(E)` of `E_ij = weights_ij x_i . k_j`, by the names of both tiles.
 
-    The row sums of the same tile of weights are in `dq` and in what `k` reads; in the gradient of
+    The row sums of the same tiles of weights are in `dq` and in what `k` reads; in the gradient of
     a gate, both sides of a pair must cancel.
     """
-    pair = tiles.transposed(buffers[weights]), buffers[keys]
-    return _dot_rows(buffers["k"], tiles.product((CHUNK, plan.key_block), pair))
+    pairs = [(tiles.transposed(buffers[weights]), buffers[x]) for weights, x in names]
+    return _dot_rows(buffers["k"], tiles.product((CHUNK, plan.key_block), *pairs))
 
 
 def _overlap(plan: Plan, buffers) -> jax.Array:
@@ -293,6 +301,10 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     product = functools.partial(tiles.product, interpret=plan.interpret)
     y = dq = None
     overlap = []
+    # With a gate `Y beta`, and so `dq`, is held times `-scale`: its column sums add to those of
+    # `X beta`.
+    negative = plan.gated and plan.delta
+    factor = -plan.scale if negative else 1.0
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(loaded["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
@@ -309,16 +321,15 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
         pl.when(place.last)(lambda: plgpu.barrier_arrive(freed["state"]))
     mask = tiles.chunk_mask()
     if plan.gated:
-        b = tiles.row(buffers["b"])
-        y *= tiles.decay_matrix(b, tiles.column(buffers["b_column"]), mask)
-        dq *= tiles.over_rows(jnp.exp(b), shape)
+        y = tiles.decayed(plan, buffers, y)
+        dq *= tiles.over_rows(factor * jnp.exp(tiles.row(buffers["b"])), shape)
     y = jnp.where(mask, y, 0.0)
     pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
     buffers["y"][...] = y.astype(plan.dtype)
     weights = "y"
     if plan.delta:
         weights = "y_beta"
-        beta = tiles.column(buffers["beta_column"])
+        beta = factor * tiles.column(buffers["beta_column"])
         buffers[weights][...] = (y * tiles.over_columns(beta, pair)).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(handed["ready"])
@@ -329,13 +340,18 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
         _next_state(plan, buffers, handed)
         plgpu.barrier_arrive(freed["state"])
 
-    dq = plan.scale * product(shape, (buffers[weights], buffers["k"]), init=dq)
+    dq = product(shape, (buffers[weights], buffers["k"]), init=dq)
+    dq = -dq if negative else plan.scale * dq
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
     if plan.gated:
         db = _dot_rows(buffers["q"], dq)
-        if plan.delta:
-            db -= plan.scale * _columns(plan, buffers, "y_beta", "q")
+        if plan.sums_with_queries:
+            plgpu.barrier_wait(handed["pairs"])
+            db += _column_sums(plan, buffers, ("y_beta", "q"), ("x_beta", "k"))
+            plgpu.barrier_arrive(handed["summed"])
+        elif plan.delta:
+            db += _column_sums(plan, buffers, ("y_beta", "q"))
         buffers["db_q"][...] = db
         buffers["overlap"][...] = sum(overlap)
     plgpu.commit_smem()
@@ -343,19 +359,22 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, place)
 
 
-def _pair_step(plan: Plan, buffers, x):
+def _pair_step(plan: Plan, buffers, handed, place: Place, x):
     """Stores `-X / scale` and `X beta`; returns `diag(dv u^T)`."""
     diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
     strict = tiles.chunk_mask(operator.gt)
     if plan.gated:
-        b, b_column = tiles.row(buffers["b"]), tiles.column(buffers["b_column"])
-        x *= tiles.decay_matrix(b, b_column, strict)
+        x = tiles.decayed(plan, buffers, x)
     x = jnp.where(strict, x, 0.0)
     # Over scale, so that it adds to the products that the scale multiplies.
     buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
     x *= tiles.over_columns(tiles.column(buffers["beta_column"]), x.shape)
+    if plan.sums_with_queries:
+        pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["summed"]))
     buffers["x_beta"][...] = x.astype(plan.dtype)
     plgpu.commit_smem()
+    if plan.sums_with_queries:
+        plgpu.barrier_arrive(handed["pairs"])
     return diagonal
 
 
@@ -372,7 +391,7 @@ def _key_products(plan: Plan, buffers, loaded, freed, handed, place: Place):
             plgpu.barrier_wait(loaded["dv"])
             x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
             if part == plan.value_blocks - 1:
-                diagonal = _pair_step(plan, buffers, x)
+                diagonal = _pair_step(plan, buffers, handed, place, x)
             pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
             made = functools.partial(plgpu.barrier_wait, handed["made"])
             _unless(place.stored)(made)
@@ -393,7 +412,8 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     w, diagonal, r = _key_products(plan, buffers, loaded, freed, handed, place)
     plgpu.barrier_wait(loaded["keys"])
     if plan.gated:
-        w *= tiles.over_rows(jnp.exp(tiles.row(buffers["rest"])), shape)
+        rest = buffers["b"][CHUNK - 1] - tiles.row(buffers["b"])
+        w *= tiles.over_rows(jnp.exp(rest), shape)
         db_write = _dot_rows(buffers["k"], w)
     pairs = [(tiles.transposed(buffers["y"]), buffers["q"])]
     if plan.delta:
@@ -421,8 +441,8 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
             # Less what it writes, `dk` holds what `k` reads.
             db = _dot_rows(buffers["k"], w) - beta * write - plan.scale * db_write
         buffers["db_write"][...] = db_write
-        if plan.delta:
-            db += _columns(plan, buffers, "x_beta", "k")
+        if plan.delta and not plan.sums_with_queries:
+            db += _column_sums(plan, buffers, ("x_beta", "k"))
         buffers["db_k"][...] = db
         names += ["db_k", "db_write"]
     plgpu.commit_smem()
@@ -468,6 +488,8 @@ def _body(plan: Plan, names, *args):
     def _():
         plgpu.set_max_registers(232, action="increase")
         walk(_key_step, loaded, freed, handed)
+        if plan.sums_with_queries:
+            plgpu.barrier_wait(handed["summed"])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 2)
@@ -547,7 +569,7 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
     if plan.delta:
         inputs |= {"dv": dv, "beta": beta, "beta_column": beta}
     if plan.gated:
-        inputs |= {"b": b, "b_column": b, "rest": b[..., -1:] - b}
+        inputs |= {"b": b, "b_column": b}
     out = _launch(plan, inputs, cotangents, interpret)
     dbeta = out["dbeta"].sum(0) if plan.delta else None
     if not plan.gated:

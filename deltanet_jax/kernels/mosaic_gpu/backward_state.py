@@ -34,7 +34,7 @@ def _write_cotangent(plan: Plan, tile, wait_scores):
         wait_scores()
         return tiles.product(SHAPE, own, read)
     dw = tiles.product(SHAPE, read)
-    dw *= tiles.over_rows(jnp.exp(tiles.row(tile["total"]) - tiles.row(tile["b"])), SHAPE)
+    dw *= tiles.over_rows(jnp.exp(tile["b"][CHUNK - 1] - tiles.row(tile["b"])), SHAPE)
     wait_scores()
     return tiles.product(SHAPE, own, init=dw, interpret=plan.interpret)
 
@@ -43,11 +43,11 @@ def _decayed(plan: Plan, tile, state: list) -> list:
     """The blocks of the cotangent of the state times the decay over the chunk."""
     if plan.channels:
         kept = [tiles.row(tile["kept"].at[rows]) for rows in plan.rows]
-    elif plan.gated:
-        kept = [jnp.exp(tiles.row(tile["total"]))] * len(state)
-    else:
-        return state
-    return [x * tiles.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
+        return [x * tiles.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
+    if plan.gated:
+        kept = jnp.exp(tile["b"][CHUNK - 1])
+        return [x * kept for x in state]
+    return state
 
 
 def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
@@ -121,7 +121,7 @@ def _vectors(beta, b) -> dict:
     """The vectors of every chunk; row and column views of one vector need two copies."""
     vectors = {} if beta is None else {"beta": beta}
     if b is not None:
-        vectors |= {"b": b, "b_column": b, "total": jnp.broadcast_to(b[..., -1:], b.shape)}
+        vectors |= {"b": b, "b_column": b}
     return vectors
 
 

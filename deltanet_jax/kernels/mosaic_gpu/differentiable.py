@@ -167,7 +167,7 @@ def _inputs(call: Call, x: Arrays) -> tuple[dict[str, Any], dict[str, jax.Array]
     if x.g is not None and x.g.ndim == 3:
         launch = batched(functools.partial(gates.gate_vectors, interpret=call.interpret))
         vectors = launch(x.g, x.beta)
-        exponentials = {name: vectors.pop(name) for name in ("decay", "rest", "kept")}
+        exponentials = {name: vectors.pop(name) for name in ("decay", "rest")}
         return inputs | vectors, exponentials
     beta = None if x.beta is None else _chunk_vectors(x.beta)
     return inputs | {"beta": beta, "g": x.g}, {}

@@ -108,8 +108,8 @@ def _decayed(plan: Plan, tile, state: list) -> list:
         kept = [tiles.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
         return [x * tiles.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
     if plan.gated:
-        kept = tiles.row(tile["kept"])
-        return [x * tiles.over_rows(kept, x.shape) for x in state]
+        kept = tile["decay"][CHUNK - 1]
+        return [x * kept for x in state]
     return state
 
 
@@ -187,7 +187,7 @@ def run_states(
         state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
-        exponentials: `decay`, `rest` and `kept` of `gate_vectors` by name; with `b`.
+        exponentials: `decay` and `rest` of `gate_vectors` by name; with `b`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
@@ -233,7 +233,7 @@ def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
-        exponentials: `decay`, `rest` and `kept` of `gate_vectors` by name; with `b`.
+        exponentials: `decay` and `rest` of `gate_vectors` by name; with `b`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         interpret: Interpreter parameters, or `None` for the device.

@@ -2,7 +2,7 @@
 
 Of a gate per head, not lower than `LOG_ZERO`::
 
-    b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)        kept = exp(b_C)
+    b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)
 
 A program makes some rows, each of one head in one chunk. What is read is contiguous over the
 heads, what is written over the tokens, so it is turned in shared memory; for the rest the threads
@@ -63,8 +63,7 @@ def _body(shape: tuple[int, int, int], names, outputs, interpret: bool, *args) -
 def _interpreted(inputs: dict, results: dict) -> None:
     x = {name: jnp.swapaxes(ref[...], 1, 2) for name, ref in inputs.items()}
     b = jnp.cumsum(jnp.maximum(x.pop("g"), LOG_ZERO), axis=-1)
-    total = jnp.broadcast_to(b[..., -1:], b.shape)
-    x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(total - b), "kept": jnp.exp(total)}
+    x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(b[..., -1:] - b)}
     for name, y in x.items():
         results[name][...] = y
 
@@ -116,9 +115,9 @@ def _exponentials(lane, g: list) -> dict[str, list]:
         before = arith.select(not_equal(bits_and(lane, size), 0), other, constant(0.0))
         b = [arith.addf(x, before) for x in b]
         total = arith.addf(total, other)
-    decay, kept = [math.exp(x) for x in b], [math.exp(total)] * VECTOR
+    decay = [math.exp(x) for x in b]
     rest = [math.exp(arith.subf(total, x)) for x in b]
-    return {"b": b, "decay": decay, "rest": rest, "kept": kept}
+    return {"b": b, "decay": decay, "rest": rest}
 
 
 def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dict[str, jax.Array]:
@@ -130,13 +129,13 @@ def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dic
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        By name `b`, `decay`, `rest`, `kept` and, if there is one, `beta`: `[B, N, HV, C]` float32.
+        By name `b`, `decay`, `rest` and, if there is one, `beta`: `[B, N, HV, C]` float32.
     """
     batch, tokens, heads = g.shape
     chunks = tokens // CHUNK
     shape = (batch * chunks, CHUNK, heads)
     inputs = {"g": g} | ({} if beta is None else {"beta": beta})
-    outputs = ("b", "decay", "rest", "kept", "beta")[: 3 + len(inputs)]
+    outputs = ("b", "decay", "rest", "beta")[: 2 + len(inputs)]
     out_type = jax.ShapeDtypeStruct((batch * chunks, heads, CHUNK), jnp.float32)
     body = functools.partial(_body, shape, tuple(inputs), outputs, interpret is not None)
     kernel = plgpu.kernel(
