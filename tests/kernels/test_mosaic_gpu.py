@@ -60,17 +60,18 @@ def test_the_hardest_keys_stay_within_8e_3():
 
 
 @interpreted
+@pytest.mark.parametrize("size", [128, 64])
 @pytest.mark.parametrize(
     "case",
-    [{"T": 330}, {"T": 60}, {"T": 200, "HV": 2, "gate": 0.2, "segments": True}],
+    [{"T": 330, "HV": 2}, {"T": 60, "HV": 4}, {"T": 200, "HV": 2, "gate": 0.2, "segments": True}],
     ids=["delta", "one-chunk", "gated-delta"],
 )
-def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case):
-    """With one multiprocessor every head is a program of its own."""
+def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case, size):
+    """With one multiprocessor every head is a program of its own, or every pair of heads."""
     monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
     launch, launches = fused.launch, []
     monkeypatch.setattr(fused, "launch", lambda *a, **b: launches.append(a) or launch(*a, **b))
-    x = inputs(K=128, V=128, **case)
+    x = inputs(K=size, V=size, **case)
     o, state = _run(problem(x))
     want = expected(x, cotangents_for(x))
     assert relative_rms(np.asarray(o, np.float32), want.o) <= TOLERANCES["bfloat16"][0]

@@ -77,7 +77,8 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
         error = u - read["k"]
         turns.wait_inverse(chunk)
         u = tiles.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
-        turns.free_inverse(chunk)
+        if early:
+            turns.free_inverse(chunk)
         write = u * _over_tokens(tile, "beta")
     steps = []
     if not plan.only_state:
@@ -88,6 +89,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
             _keep(plan, tile["u"], u)
         if not early:
             read |= _read(plan, tile, state, ("q",))
+            turns.free_inverse(chunk)
         turns.wait_scores(chunk)
         pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
         steps = [(read["q"], [pair])]

@@ -1,8 +1,11 @@
-"""Outputs and states in one kernel with the inverses, where every head has a multiprocessor.
+"""Outputs and states in one kernel with the inverses, where heads fill the multiprocessors.
 
-Beside the warpgroups that compute, two prepare the scores and the inverses of the chunks ahead,
-one the even chunks and the other the odd ones. `k`, `q`, `v` are read once, and no inverse
-leaves its multiprocessor.
+Beside the two warpgroups that compute, two prepare the scores and the inverses of the chunks
+ahead. At K = V = 128 a program has one head: those that compute have half of its columns each,
+those that prepare the even and the odd chunks. At 64 it has two heads, and a warpgroup of each
+kind for each. `k`, `q`, `v` are read once, and no inverse leaves its multiprocessor.
+
+Chunks are numbered in the order of preparation: at 64 the heads take turns.
 
 What is in shared memory, and what it waits for: the inverse of chunk `i` takes the place of that
 of `i - 2` once that was applied, and `q` too; the scores once chunk `i - 2` is over, and then `k`
@@ -18,14 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import lanes, prep, tiles
-from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, columns_of
+from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, are_few
 
 __all__ = ["covers", "launch"]
 
 CHUNK = tiles.CHUNK
-SERVERS = 2  # warpgroups that prepare; the turns below count on two
+SERVERS = 2  # warpgroups that prepare, and that compute
 KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
-REGISTERS = 176, 80  # of a warpgroup that computes, and of one that prepares
+HEADS = {128: 1, 64: 2}  # of a program, by K = V
+REGISTERS = {128: (176, 80), 64: (168, 88)}  # of a warpgroup that computes, and that prepares
 
 
 def covers(k, v, *, save: bool) -> bool:
@@ -35,14 +39,22 @@ def covers(k, v, *, save: bool) -> bool:
     What is saved for the backward asks for more registers than two warpgroups leave.
     """
     batch, key_dim, (heads, value_dim) = k.shape[0], k.shape[3], v.shape[2:]
-    whole = value_dim == columns_of(batch, heads, key_dim, value_dim) * WIDTH
-    return not save and whole and key_dim == value_dim == 128 and k.dtype == jnp.bfloat16
+    if save or key_dim != value_dim or key_dim not in HEADS or k.dtype != jnp.bfloat16:
+        return False
+    return batch * heads % HEADS[key_dim] == 0 and not are_few(batch, heads, value_dim)
+
+
+def _place(plan: Plan, number) -> tuple:
+    """Batch and head of a chunk, or of a warpgroup of those that have a head each."""
+    heads = HEADS[plan.key_dim]
+    head = lax.axis_index("program") * heads + lax.rem(number, heads)
+    return lax.div(head, plan.heads), lax.rem(head, plan.heads)
 
 
 def _buffers(plan: Plan) -> dict:
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
     buffers = {"k": tile(KEYS, CHUNK, plan.key_dim), "q": tile(SERVERS, CHUNK, plan.key_dim)}
-    buffers |= {"v": tile(VALUES, plan.columns, CHUNK, WIDTH)}
+    buffers |= {"v": tile(VALUES, SERVERS, CHUNK, WIDTH)}
     buffers |= {"scores": tile(SERVERS, CHUNK, CHUNK)}
     buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((KEYS, CHUNK), jnp.float32))
     return buffers | {"inverse": prep.inverse_buffers(plan.dtype, SERVERS)}
@@ -54,34 +66,38 @@ def _barriers(plan: Plan) -> dict:
     return {
         "k": plgpu.Barrier(num_arrivals=1 + len(plan.vectors), num_barriers=KEYS),
         "q": plgpu.Barrier(num_barriers=SERVERS),
-        "v": plgpu.Barrier(num_barriers=plan.columns * VALUES),
+        "v": plgpu.Barrier(num_barriers=SERVERS * VALUES),
         "ready": plgpu.Barrier(num_barriers=SERVERS),
         "applied": every(num_barriers=SERVERS),
         "freed": every(num_barriers=SERVERS),
-        "end": every(num_barriers=1),
+        "end": plgpu.Barrier(num_arrivals=SERVERS),
     }
 
 
-def _serve(plan: Plan, refs, buffers, barriers, place, server):
+def _serve(plan: Plan, refs, buffers, barriers, server):
     """Loads `q` and `k` of every other chunk, and prepares its inverse and scores."""
-    batch, head = place
+    heads = HEADS[plan.key_dim]
+    chunks = plan.chunks * heads
 
     def load(name, i, stage):
-        tokens = pl.ds(i * CHUNK, CHUNK)
+        batch, head = _place(plan, i)
+        tokens = pl.ds(lax.div(i, heads) * CHUNK, CHUNK)
         source = refs[name].at[batch, tokens, lax.div(head, plan.group)]
         plgpu.copy_gmem_to_smem(source, buffers[name].at[stage], barriers[name].at[stage])
 
     def load_keys(i):
         stage = lax.rem(i, KEYS)
         load("k", i, stage)
+        batch, head = _place(plan, i)
         for name in plan.vectors:
-            source, target = refs[name].at[batch, i, head], buffers[name].at[stage]
+            source = refs[name].at[batch, lax.div(i, heads), head]
+            target = buffers[name].at[stage]
             plgpu.copy_gmem_to_smem(source, target, barriers["k"].at[stage])
 
     def step(turn, _):
         # Asked for again: an index known to stay the same would make the compiler hold the
         # addresses in all tiles in registers over the loop, and spill.
-        server = lax.axis_index("role") - plan.columns
+        server = lax.axis_index("role") - SERVERS
         inverse = {name: x.at[server] for name, x in buffers["inverse"].items()}
         i = SERVERS * turn + server
         stage = lax.rem(i, KEYS)
@@ -101,7 +117,7 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
             def _():
                 plgpu.barrier_wait(barriers["freed"].at[server])
                 following = i - SERVERS + KEYS
-                pl.when(following < plan.chunks)(lambda: load_keys(following))
+                pl.when(following < chunks)(lambda: load_keys(following))
 
         x = prep.minus_overlaps(plan, tile, load_queries)
         prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
@@ -113,9 +129,9 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         plgpu.barrier_arrive(barriers["ready"].at[server])
 
     for i in range(0, KEYS, SERVERS):
-        pl.when(server + i < plan.chunks)(lambda i=i: load_keys(server + i))
-    pl.when(server < plan.chunks)(lambda: load("q", server, server))
-    turns = lax.div(plan.chunks + SERVERS - 1 - server, SERVERS)
+        pl.when(server + i < chunks)(lambda i=i: load_keys(server + i))
+    pl.when(server < chunks)(lambda: load("q", server, server))
+    turns = lax.div(chunks + SERVERS - 1 - server, SERVERS)
     lax.fori_loop(0, turns, step, None)
 
     @pl.when(turns > 0)
@@ -124,12 +140,16 @@ def _serve(plan: Plan, refs, buffers, barriers, place, server):
         plgpu.barrier_wait(barriers["freed"].at[server])
 
     # No warpgroup may leave while another one still multiplies.
-    plgpu.barrier_wait(barriers["end"].at[0])
+    plgpu.barrier_wait(barriers["end"])
 
 
 def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
     """Of one computing warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
+    heads = HEADS[plan.key_dim]
+
+    def number(i):
+        return i * heads + lax.rem(role, heads)
 
     def values(i):
         stage = lax.rem(i, VALUES)
@@ -140,7 +160,7 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         plgpu.copy_gmem_to_smem(source, *values(i))
 
     def wait(i):
-        stage, server = lax.rem(i, KEYS), lax.rem(i, SERVERS)
+        stage, server = lax.rem(number(i), KEYS), lax.rem(number(i), SERVERS)
         v, loaded = values(i)
         plgpu.barrier_wait(barriers["k"].at[stage])
         plgpu.barrier_wait(barriers["q"].at[server])
@@ -150,8 +170,8 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         inverse = tuple(buffers["inverse"][side].at[server] for side in prep.SIDES)
         return tile | {"v": v, "o": v, "inverse": inverse}
 
-    def arrive(name):
-        return lambda i: plgpu.barrier_arrive(barriers[name].at[lax.rem(i, SERVERS)])
+    def at(name, i):
+        return barriers[name].at[lax.rem(number(i), SERVERS)]
 
     def stored(i):
         ahead = i + VALUES - 1
@@ -161,10 +181,10 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         load(i)
     return Turns(
         wait,
-        wait_inverse=lambda i: plgpu.barrier_wait(barriers["ready"].at[lax.rem(i, SERVERS)]),
-        free_inverse=arrive("applied"),
+        wait_inverse=lambda i: plgpu.barrier_wait(at("ready", i)),
+        free_inverse=lambda i: plgpu.barrier_arrive(at("applied", i)),
         wait_scores=lambda i: None,
-        free=arrive("freed"),
+        free=lambda i: plgpu.barrier_arrive(at("freed", i)),
         stored=stored,
     )
 
@@ -172,21 +192,21 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
 def _body(plan: Plan, walk, names, *args):
     *refs, buffers, barriers = args
     refs = dict(zip(names, refs, strict=True))
-    role, item = lax.axis_index("role"), lax.axis_index("program")
-    batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
+    role, registers = lax.axis_index("role"), REGISTERS[plan.key_dim]
 
-    @pl.when(role < plan.columns)
+    @pl.when(role < SERVERS)
     def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        columns = pl.ds(role * WIDTH, WIDTH)
+        plgpu.set_max_registers(registers[0], action="increase")
+        batch, head = _place(plan, role)
+        columns = pl.ds(lax.rem(role, plan.columns) * WIDTH, WIDTH)
         turns = _turns(plan, refs, buffers, barriers, (batch, head, columns), role)
         walk(plan, refs, {}, turns, batch, head, columns)
-        plgpu.barrier_arrive(barriers["end"].at[0])
+        plgpu.barrier_arrive(barriers["end"])
 
-    @pl.when(role >= plan.columns)
+    @pl.when(role >= SERVERS)
     def _():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        _serve(plan, refs, buffers, barriers, (batch, head), role - plan.columns)
+        plgpu.set_max_registers(registers[1], action="decrease")
+        _serve(plan, refs, buffers, barriers, role - SERVERS)
 
 
 def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpret) -> dict:
@@ -196,9 +216,9 @@ def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpre
         tiles.named(name, functools.partial(_body, plan, walk, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(_buffers(plan), _barriers(plan)),
-        grid=(plan.batch * plan.heads,),
+        grid=(plan.batch * plan.heads // HEADS[plan.key_dim],),
         grid_names=("program",),
-        num_threads=plan.columns + SERVERS,
+        num_threads=2 * SERVERS,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["WIDTH", "Plan", "Turns", "columns_of", "inputs_of", "launch", "plan_for"]
+__all__ = ["WIDTH", "Plan", "Turns", "are_few", "columns_of", "inputs_of", "launch", "plan_for"]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -151,15 +151,19 @@ def inputs_of(q, k, inverse, vectors, channels) -> dict:
     return {name: x for name, x in inputs.items() if x is not None}
 
 
+def are_few(batch: int, heads: int, columns: int) -> bool:
+    """Whether programs of two warpgroups would leave half of the multiprocessors without one."""
+    return batch * heads * columns // (2 * WIDTH) <= MULTIPROCESSORS // 2
+
+
 def columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:
     """Warpgroups that compute in one program.
 
     Shared memory holds the state and two stages of one warpgroup at K = 256; where programs are
     few, alone on its multiprocessor a warpgroup is faster.
     """
-    pairs = batch * heads * (value_dim + map_dim) // (2 * WIDTH)
-    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH or pairs <= MULTIPROCESSORS // 2
-    return 1 if alone else 2
+    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH
+    return 1 if alone or are_few(batch, heads, value_dim + map_dim) else 2
 
 
 def plan_for(
