@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from deltanet_jax.kernels import mosaic_gpu
-from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients
-from tests.tolerances import TOLERANCES
+from deltanet_jax.kernels.mosaic_gpu import fused
+from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
+from tests.oracle import cotangents_for, expected
+from tests.tolerances import TOLERANCES, relative_rms
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,29 @@ def test_kernels_equal_the_recurrence(name, dtype):
     for tensor, error in errors(mosaic_gpu.chunkwise, x, dtype).items():
         limit = forward if tensor in ("o", "state") else gradient
         assert error <= limit, f"{tensor}: {error:.2e} above {limit}"
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("gate", [{}, {"gate": 0.2, "segments": True}], ids=["delta", "gated"])
+def test_the_forward_in_one_kernel_equals_the_recurrence(monkeypatch, gate, size):
+    """Where nothing is saved for the backward and heads fill the multiprocessors."""
+    launch, launches = fused.launch, []
+    monkeypatch.setattr(fused, "launch", lambda *a, **b: launches.append(a) or launch(*a, **b))
+    x = inputs(B=2, T=330, H=56, HV=112, K=size, V=size, **gate)
+    o, state = mosaic_gpu.chunkwise(problem(x))
+    assert launches
+    # The oracle takes some of the heads, which are independent.
+    keys, values = [0, 55], [0, 1, 110, 111]
+    heads = {"q": keys, "k": keys, "segment_ids": None}
+    part = {
+        name: y if heads.get(name, values) is None
+        else np.take(y, heads.get(name, values), axis=1 if name == "initial_state" else 2)
+        for name, y in x.items()
+    }  # fmt: skip
+    want = expected(part, cotangents_for(part))
+    o, state = np.asarray(o, np.float32)[:, :, values], np.asarray(state)[:, values]
+    assert relative_rms(o, want.o) <= TOLERANCES["bfloat16"].forward
+    assert relative_rms(state, want.state) <= TOLERANCES["bfloat16"].forward
 
 
 def test_the_gradient_of_very_strong_gates():

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import lanes, prep, tiles
-from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, are_few
+from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, are_few, fill_rounds
 
 __all__ = ["covers", "launch"]
 
@@ -41,7 +41,11 @@ def covers(k, v, *, save: bool) -> bool:
     batch, key_dim, (heads, value_dim) = k.shape[0], k.shape[3], v.shape[2:]
     if save or key_dim != value_dim or key_dim not in HEADS or k.dtype != jnp.bfloat16:
         return False
-    return batch * heads % HEADS[key_dim] == 0 and not are_few(batch, heads, value_dim)
+    if key_dim == 128:
+        return not are_few(batch, heads, value_dim)
+    # Programs without inverses share a multiprocessor there, and so end more evenly.
+    programs, odd = divmod(batch * heads, HEADS[key_dim])
+    return not odd and fill_rounds(programs)
 
 
 def _place(plan: Plan, number) -> tuple:

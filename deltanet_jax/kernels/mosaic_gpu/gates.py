@@ -1,13 +1,13 @@
-"""The vectors of every chunk that the gates `g` and `beta` become, heads before tokens.
+"""What a gate per head becomes in every chunk, and its gradient.
 
-Of a gate per head, not lower than `LOG_ZERO`::
+Of gates not lower than `LOG_ZERO`, heads before tokens::
 
     b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)
 
-A program makes some rows, each of one head in one chunk. What is read is contiguous over the
-heads, what is written over the tokens, so it is turned in shared memory; for the rest the threads
-of a row are neighbours in a warp. A thread has eight loads in flight and no loop: nothing here
-takes longer than the launch until there are thousands of rows.
+A program makes some rows, each of one head in one chunk. On one side memory is contiguous over
+the heads, on the other over the tokens, so it is turned in shared memory; for the rest the threads
+of a row are neighbours in a warp. A thread has all its loads in flight and no loop: XLA would take
+five kernels for the vectors and as many for the gradient, each with little to do.
 """
 
 import functools
@@ -43,24 +43,49 @@ CHUNK = tiles.CHUNK
 ROWS = 8  # of a program: as many heads as fill what the memory gives at once, 32 bytes
 VECTOR = 4  # tokens of a thread
 LANES = CHUNK // VECTOR  # of a row
-THREADS = ROWS * LANES
+STEP = LANES  # tokens from one access of a thread to the next, on the side of the heads
 PITCH = CHUNK + VECTOR  # from row to row in shared memory: neither access meets a bank conflict
 
 
-def _body(shape: tuple[int, int, int], names, outputs, interpret: bool, *args) -> None:
-    *refs, turned = args
-    inputs = dict(zip(names, refs[: len(names)], strict=True))
-    results = dict(zip(outputs, refs[len(names) :], strict=True))
-    if interpret:
-        _interpreted(inputs, results)
-        return
-    first = lax.axis_index("program") * ROWS
-    types = jax.tree.map(lambda _: plgpu.RefType(), (inputs, results, turned))
-    inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *types))
-    inlined(functools.partial(_rows, shape))(first, inputs, results, turned)
+def _launch(name: str, by_thread, plain, inputs: dict, outputs: dict, turned, interpret) -> dict:
+    """Runs `by_thread(first row, inputs, outputs, turned)` for some rows in every program.
+
+    Args:
+        name: Of the kernel, in profiles.
+        by_thread: What a thread does.
+        plain: `(inputs, outputs)`, the same for the interpreter, of all rows.
+        inputs: Arrays by name.
+        outputs: Shapes by name.
+        turned: Names of what passes through shared memory.
+        interpret: Interpreter parameters, or `None` for the device.
+    """
+    rows = next(iter(outputs.values())).size // CHUNK
+
+    def body(*args):
+        *refs, scratch = args
+        sources = dict(zip(inputs, refs[: len(inputs)], strict=True))
+        results = dict(zip(outputs, refs[len(inputs) :], strict=True))
+        if interpret is not None:
+            plain(sources, results)
+            return
+        first = lax.axis_index("program") * ROWS
+        types = jax.tree.map(lambda _: plgpu.RefType(), (sources, results, scratch))
+        inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *types))
+        inlined(by_thread)(first, sources, results, scratch)
+
+    kernel = plgpu.kernel(
+        tiles.named(name, body),
+        out_type=tuple(outputs.values()),
+        scratch_types=(dict.fromkeys(turned, plgpu.SMEM((ROWS, PITCH), jnp.float32)),),
+        grid=(1 if interpret else pl.cdiv(rows, ROWS),),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    return dict(zip(outputs, kernel(*inputs.values()), strict=True))
 
 
-def _interpreted(inputs: dict, results: dict) -> None:
+def _plain_vectors(inputs: dict, results: dict) -> None:
     x = {name: jnp.swapaxes(ref[...], 1, 2) for name, ref in inputs.items()}
     b = jnp.cumsum(jnp.maximum(x.pop("g"), LOG_ZERO), axis=-1)
     x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(b[..., -1:] - b)}
@@ -68,33 +93,37 @@ def _interpreted(inputs: dict, results: dict) -> None:
         results[name][...] = y
 
 
-def _rows(shape: tuple[int, int, int], ctx, first, inputs, results, turned) -> None:
+def _turned_place(first, thread, heads: int, end: int):
+    """A thread's row on the side of the heads: its own of the program, where it starts, all at."""
+    own, token = remainder(thread, ROWS), divided(thread, ROWS)
+    row = add(first, own)
+    kept = smaller(row, end - 1)
+    at = add(times(divided(kept, heads), CHUNK * heads), remainder(kept, heads))
+    return add(times(own, PITCH), token), add(at, times(token, heads)), less(row, end)
+
+
+def _vector_rows(shape: tuple[int, int, int], ctx, first, inputs, results, turned) -> None:
     """The rows from `first` on; those past the last one are computed but not stored."""
     from jax.experimental.mosaic.gpu import utils
 
     del ctx
     chunks, _, heads = shape
-    end = chunks * heads
     thread, first = thread_index(), first.registers.item()
-    own, token = remainder(thread, ROWS), divided(thread, ROWS)
-    row = smaller(add(first, own), end - 1)
-    at = add(times(divided(row, heads), CHUNK * heads), remainder(row, heads))
-    at = add(at, times(token, heads))
-    step = THREADS // ROWS  # tokens from load to load
+    place, at, _ = _turned_place(first, thread, heads, chunks * heads)
     loaded = {}
     for name, ref in inputs.items():
         source = utils.memref_ptr(ref)
-        loaded[name] = [read(source, at, 1, after=i * heads) for i in range(0, CHUNK, step)]
+        loaded[name] = [read(source, at, 1, after=i * heads) for i in range(0, CHUNK, STEP)]
     turned = {name: utils.memref_ptr(ref) for name, ref in turned.items()}
     for name, numbers in loaded.items():
         for i, x in enumerate(numbers):
-            write(turned[name], add(times(own, PITCH), token), x, after=i * step)
+            write(turned[name], place, x, after=i * STEP)
     utils.warpgroup_barrier()
     own, lane = divided(thread, LANES), remainder(thread, LANES)
     token, row = times(lane, VECTOR), add(first, own)
     x = {name: read(ref, add(times(own, PITCH), token), VECTOR) for name, ref in turned.items()}
     x |= _exponentials(lane, x.pop("g"))
-    with utils.when(less(row, end)):
+    with utils.when(less(row, chunks * heads)):
         for name, numbers in x.items():
             write(utils.memref_ptr(results[name]), add(times(row, CHUNK), token), numbers)
 
@@ -132,24 +161,16 @@ def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dic
         By name `b`, `decay`, `rest` and, if there is one, `beta`: `[B, N, HV, C]` float32.
     """
     batch, tokens, heads = g.shape
-    chunks = tokens // CHUNK
-    shape = (batch * chunks, CHUNK, heads)
+    shape = (batch * tokens // CHUNK, CHUNK, heads)
     inputs = {"g": g} | ({} if beta is None else {"beta": beta})
-    outputs = ("b", "decay", "rest", "beta")[: 2 + len(inputs)]
-    out_type = jax.ShapeDtypeStruct((batch * chunks, heads, CHUNK), jnp.float32)
-    body = functools.partial(_body, shape, tuple(inputs), outputs, interpret is not None)
-    kernel = plgpu.kernel(
-        tiles.named("gate_vectors", body),
-        out_type=[out_type] * len(outputs),
-        scratch_types=(dict.fromkeys(inputs, plgpu.SMEM((ROWS, PITCH), jnp.float32)),),
-        grid=(1 if interpret else pl.cdiv(batch * chunks * heads, ROWS),),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )
-    out = kernel(*(x.reshape(shape) for x in inputs.values()))
-    sizes = (batch, chunks, heads, CHUNK)
-    return {name: x.reshape(sizes) for name, x in zip(outputs, out, strict=True)}
+    inputs = {name: x.reshape(shape) for name, x in inputs.items()}
+    names = ("b", "decay", "rest", "beta")[: 2 + len(inputs)]
+    row = jax.ShapeDtypeStruct((shape[0], heads, CHUNK), jnp.float32)
+    out = _launch(
+        "gate_vectors", functools.partial(_vector_rows, shape), _plain_vectors,
+        inputs, dict.fromkeys(names, row), tuple(inputs), interpret,
+    )  # fmt: skip
+    return {name: x.reshape(batch, -1, heads, CHUNK) for name, x in out.items()}
 
 
 def gate_gradient(parts: dict, b: jax.Array, *, scale: float, interpret=None) -> jax.Array:
@@ -167,83 +188,68 @@ def gate_gradient(parts: dict, b: jax.Array, *, scale: float, interpret=None) ->
         `[B, T, HV]` float32.
     """
     batch, chunks, heads, _ = b.shape
-    inputs = {"b": b} | parts
-    names = tuple(inputs)
     shape = batch * chunks, CHUNK, heads
     blocks = parts["db_q"].shape[0]
-
-    def body(*args):
-        *refs, out, turned = args
-        refs = dict(zip(names, refs, strict=True))
-        if interpret is not None:
-            _interpreted_gradient(scale, refs, out)
-            return
-        first = lax.axis_index("program") * ROWS
-        types = jax.tree.map(lambda _: plgpu.RefType(), (refs, out, turned))
-        inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *types))
-        inlined(functools.partial(_gradient_rows, shape, blocks, scale))(first, refs, out, turned)
-
-    kernel = plgpu.kernel(
-        tiles.named("gate_gradient", body),
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
-        scratch_types=(plgpu.SMEM((ROWS, PITCH), jnp.float32),),
-        grid=(1 if interpret else pl.cdiv(batch * chunks * heads, ROWS),),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )
-    return kernel(*inputs.values()).reshape(batch, chunks * CHUNK, heads)
+    out = {"dg": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    by_thread = functools.partial(_gradient_rows, shape, blocks, scale)
+    plain = functools.partial(_plain_gradient, scale)
+    out = _launch("gate_gradient", by_thread, plain, {"b": b} | parts, out, ("dg",), interpret)
+    return out["dg"].reshape(batch, chunks * CHUNK, heads)
 
 
-def _interpreted_gradient(scale: float, refs: dict, out) -> None:
+def _plain_gradient(scale: float, refs: dict, results: dict) -> None:
     x = {name: ref[...] for name, ref in refs.items()}
-    kept = jnp.exp(x["b"][..., -1:])
-    last = scale * (kept * x["overlap"] + x["db_write"]).sum((0, -1))
+    last = scale * (jnp.exp(x["b"][..., -1:]) * x["overlap"] + x["db_write"]).sum((0, -1))
     db = (x["db_q"] + x["db_k"]).sum(0).at[..., -1].add(last)
     dg = lax.cumsum(db, axis=3, reverse=True)
-    out[...] = jnp.swapaxes(dg.reshape(-1, *dg.shape[2:]), 1, 2)
+    results["dg"][...] = jnp.swapaxes(dg.reshape(-1, *dg.shape[2:]), 1, 2)
 
 
-def _gradient_rows(shape, blocks: int, scale: float, ctx, first, refs, out, turned) -> None:
-    """`_rows` the other way: what is read is contiguous over the tokens."""
+def _gradient_rows(shape, blocks: int, scale: float, ctx, first, refs, results, turned) -> None:
+    """As `_vector_rows`, the other way."""
     from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir.dialects import arith, math
 
     del ctx
     chunks, _, heads = shape
     end = chunks * heads
     thread, first = thread_index(), first.registers.item()
-    lane, row = remainder(thread, LANES), add(first, divided(thread, LANES))
-    token, chunk = times(lane, VECTOR), times(smaller(row, end - 1), CHUNK)
-    at = add(chunk, token)
-    turned, refs = utils.memref_ptr(turned), {x: utils.memref_ptr(y) for x, y in refs.items()}
-    total = read(refs.pop("b"), chunk, 1, after=CHUNK - 1)[0]
-    x = {}
+    own, lane = divided(thread, LANES), remainder(thread, LANES)
+    token, start = times(lane, VECTOR), times(smaller(add(first, own), end - 1), CHUNK)
+    refs = {name: utils.memref_ptr(ref) for name, ref in refs.items()}
+    total = read(refs.pop("b"), start, 1, after=CHUNK - 1)[0]
+    parts = {}
     for name, ref in refs.items():
-        loaded = [read(ref, at, VECTOR, after=i * end * CHUNK) for i in range(blocks)]
-        x[name] = functools.reduce(sums, loaded)
-    later = sums(x["db_q"], x["db_k"])
+        places = [i * end * CHUNK for i in range(blocks)]
+        loaded = [read(ref, add(start, token), VECTOR, after=place) for place in places]
+        parts[name] = functools.reduce(sums, loaded)
+    dg = _later_sums(lane, total, parts, scale)
+    turned = utils.memref_ptr(turned["dg"])
+    write(turned, add(times(own, PITCH), token), dg)
+    utils.warpgroup_barrier()
+    place, at, inside = _turned_place(first, thread, heads, end)
+    result = utils.memref_ptr(results["dg"])
+    with utils.when(inside):
+        for i in range(0, CHUNK, STEP):
+            write(result, at, read(turned, place, 1, after=i), after=i * heads)
+
+
+def _later_sums(lane, total, parts: dict[str, list], scale: float) -> list:
+    """The gradients of four gates, from the parts of these four tokens and the total `b_C`."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir.dialects import arith, math
+
+    later = sums(parts["db_q"], parts["db_k"])
     for i in range(VECTOR - 2, -1, -1):
         later[i] = arith.addf(later[i], later[i + 1])
-    kept = math.exp(total)
-    last = [math.fma(kept, y, z) for y, z in zip(x["overlap"], x["db_write"], strict=True)]
-    last = arith.mulf(functools.reduce(arith.addf, last), constant(scale))
+    kept, pairs = math.exp(total), zip(parts["overlap"], parts["db_write"], strict=True)
+    last = functools.reduce(arith.addf, [math.fma(kept, x, y) for x, y in pairs])
+    last = arith.mulf(last, constant(scale))
     block = later[0]
     for size in (1 << i for i in range(LANES.bit_length() - 1)):
         last = arith.addf(last, utils.shfl_bfly(last, size))
         other = utils.shfl_bfly(block, size)
+        # Of neighbouring blocks of lanes the second comes after the first.
         after = arith.select(equal(bits_and(lane, size), 0), other, constant(0.0))
         later = [arith.addf(x, after) for x in later]
         block = arith.addf(block, other)
-    dg = [arith.addf(x, last) for x in later]
-    write(turned, add(times(divided(thread, LANES), PITCH), token), dg)
-    utils.warpgroup_barrier()
-    own, token = remainder(thread, ROWS), divided(thread, ROWS)
-    row = add(first, own)
-    at = add(times(divided(row, heads), CHUNK * heads), remainder(row, heads))
-    at = add(at, times(token, heads))
-    out = utils.memref_ptr(out)
-    with utils.when(less(row, end)):
-        for i in range(0, CHUNK, THREADS // ROWS):
-            x = read(turned, add(times(own, PITCH), token), 1, after=i)
-            write(out, at, x, after=i * heads)
+    return [arith.addf(x, last) for x in later]

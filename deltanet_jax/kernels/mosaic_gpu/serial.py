@@ -18,7 +18,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
-__all__ = ["WIDTH", "Plan", "Turns", "are_few", "columns_of", "inputs_of", "launch", "plan_for"]
+__all__ = [
+    "WIDTH",
+    "Plan",
+    "Turns",
+    "are_few",
+    "columns_of",
+    "fill_rounds",
+    "inputs_of",
+    "launch",
+    "plan_for",
+]
 
 CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
@@ -154,6 +164,12 @@ def inputs_of(q, k, inverse, vectors, channels) -> dict:
 def are_few(batch: int, heads: int, columns: int) -> bool:
     """Whether programs of two warpgroups would leave half of the multiprocessors without one."""
     return batch * heads * columns // (2 * WIDTH) <= MULTIPROCESSORS // 2
+
+
+def fill_rounds(programs: int) -> bool:
+    """Whether programs, one to a multiprocessor, leave at most a fifth of the rounds idle."""
+    rounds = -(-programs // MULTIPROCESSORS)
+    return 5 * programs >= 4 * rounds * MULTIPROCESSORS
 
 
 def columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:

@@ -18,7 +18,6 @@ __all__ = [
     "accumulate",
     "chunk_mask",
     "column",
-    "decay_matrix",
     "decayed",
     "load_f32",
     "load_f32_transposed",
@@ -127,12 +126,6 @@ def chunk_mask(holds=operator.ge) -> jax.Array:
     i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
     j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
     return holds(i, j)
-
-
-def decay_matrix(b_row: jax.Array, b_column: jax.Array, mask: jax.Array) -> jax.Array:
-    """`exp(b_i - b_j)` where `mask` holds; elsewhere 1, never an overflow."""
-    gap = over_rows(b_row, mask.shape) - over_columns(b_column, mask.shape)
-    return jnp.exp(jnp.where(mask, gap, 0.0))
 
 
 def load_transposed(ref, *, interpret) -> jax.Array:
