@@ -79,6 +79,26 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case, size):
     assert launches
 
 
+@pytest.mark.parametrize(
+    ("heads", "size", "dtype", "save", "wanted"),
+    [
+        (128, 128, "bfloat16", False, True),
+        (128, 128, "bfloat16", True, False),
+        (128, 128, "float16", False, False),
+        (128, 256, "bfloat16", False, False),
+        (66, 128, "bfloat16", False, False),
+        (256, 64, "bfloat16", False, True),
+        (255, 64, "bfloat16", False, False),
+        (160, 64, "bfloat16", False, False),
+        (320, 64, "bfloat16", False, False),
+        (512, 64, "bfloat16", False, True),
+    ],
+)
+def test_one_kernel_covers_heads_that_fill_the_multiprocessors(heads, size, dtype, save, wanted):
+    keys = jax.ShapeDtypeStruct((1, 64, heads, size), dtype)
+    assert fused.covers(keys, keys, save=save) == wanted
+
+
 @interpreted
 @pytest.mark.parametrize(
     "gate",
@@ -113,7 +133,7 @@ def test_a_reset_by_the_gate_forgets_exactly(channels):
 
 @interpreted
 def test_a_gate_that_forgets_gets_no_gradient():
-    """As of its maximum with `LOG_ZERO`, which only the kernel takes."""
+    """As of its maximum with `LOWEST_GATE`, which only the kernel takes."""
     p = problem(inputs(T=64, gate=0.1, delta=False))
     g = p.g.at[:, 40].set(-jnp.inf)
     dg = jax.grad(lambda g: jnp.sum(_run(dataclasses.replace(p, g=g))[1]))(g)
@@ -138,7 +158,7 @@ def test_vectors_of_the_gates_equal_those_in_float64(heads, delta):
     if delta:
         np.testing.assert_array_equal(got["beta"], chunks(beta))
     b = got["b"]
-    g = np.maximum(g, support.LOG_ZERO)
+    g = np.maximum(g, support.LOWEST_GATE)
     np.testing.assert_allclose(b, np.cumsum(chunks(g), -1, np.float64), rtol=1e-6)
     for name, x in {"decay": b, "rest": b[..., -1:] - b}.items():
         np.testing.assert_allclose(got[name], np.exp(np.float64(x)), rtol=1e-6, atol=1e-37)

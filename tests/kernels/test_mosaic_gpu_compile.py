@@ -132,6 +132,6 @@ def test_the_inverse_in_float16_compiles_for_an_h200(capfd):
 def test_the_forward_with_its_inverses_compiles_for_an_h200(sizes, kind, capfd):
     """Where heads fill the multiprocessors; on jax 0.12.0.1 4 bytes in the place of 44."""
     found = spills(sizes, kind, capfd, backward=False)
+    assert set(found) == {"run_states"} | ({"gate_vectors"} if kind == "gated-delta" else set())
     assert found.pop("gate_vectors", 0) == 0
-    assert set(found) == {"run_states"}
     assert found["run_states"] <= (44 if (sizes, kind) == (MANY, "gated-delta") else 0)

@@ -19,9 +19,10 @@ or `X beta_j`, so that where gates are strong nothing is left but what the state
 
 A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
 first state of a run is loaded, the next one made in its place: `S' = S + (k * beta)^T u`, as there
-is no gate where runs are longer than a chunk. One warpgroup computes `dq` and these states, one
-`dk`; the third only issues loads, each tile's next load as soon as both have used it, because the
-kernel is bound by memory (12.6 MFLOP for 176 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
+is no gate where runs are longer than a chunk. One warpgroup computes `dq`, these states and the
+sums over columns (`sums_with_queries`), one `dk`; the third only issues loads, each tile's next
+load as soon as both have used it, because the kernel is bound by memory (12.6 MFLOP for 176 KiB at
+K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
 import dataclasses
@@ -93,8 +94,7 @@ class Plan:
     @property
     def vectors(self) -> tuple[str, ...]:
         """Vectors to load; row and column views of one want two copies."""
-        gates = ("b", "b_column") * self.gated
-        return ("beta", "beta_column") * self.delta + gates
+        return ("beta", "beta_column") * self.delta + ("b", "b_column") * self.gated
 
     @property
     def in_place(self) -> dict[str, str]:
@@ -301,8 +301,8 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     product = functools.partial(tiles.product, interpret=plan.interpret)
     y = dq = None
     overlap = []
-    # With a gate `Y beta`, and so `dq`, is held times `-scale`: its column sums add to those of
-    # `X beta`.
+    # With a gate and the delta rule `Y beta`, and so `dq`, is held times `-scale`: its column sums
+    # add to those of `X beta`.
     negative = plan.gated and plan.delta
     factor = -plan.scale if negative else 1.0
     for part in range(plan.value_blocks):
@@ -363,9 +363,7 @@ def _pair_step(plan: Plan, buffers, handed, place: Place, x):
     """Stores `-X / scale` and `X beta`; returns `diag(dv u^T)`."""
     diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
     strict = tiles.chunk_mask(operator.gt)
-    if plan.gated:
-        x = tiles.decayed(plan, buffers, x)
-    x = jnp.where(strict, x, 0.0)
+    x = jnp.where(strict, tiles.decayed(plan, buffers, x), 0.0)
     # Over scale, so that it adds to the products that the scale multiplies.
     buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
     x *= tiles.over_columns(tiles.column(buffers["beta_column"]), x.shape)

@@ -117,14 +117,6 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _vectors(beta, b) -> dict:
-    """The vectors of every chunk; row and column views of one vector need two copies."""
-    vectors = {} if beta is None else {"beta": beta}
-    if b is not None:
-        vectors |= {"b": b, "b_column": b}
-    return vectors
-
-
 def reverse_states(
     q, k, do, inverse, dstate, *,
     beta, b, channels=None, scale, start=True, only_state=False, interpret=None,
@@ -151,7 +143,7 @@ def reverse_states(
         chunk in `planes` by name, each `[B, T, HV, K]`, and, if `start`, that of the initial
         state `dstate` `[B, HV, K, V]`, float32.
     """
-    vectors = _vectors(beta, b)
+    vectors = serial.vectors_of(beta, b)
     plan = serial.plan_for(
         q, do, vectors, channels,
         scale=scale, interpret=interpret, only_state=only_state, reverse=True,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.kernels.mosaic_gpu import split
 from deltanet_jax.kernels.mosaic_gpu.launches import batched
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, LOG_ZERO, why_not
+from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, LOWEST_GATE, why_not
 
 __all__ = ["chunkwise"]
 
@@ -74,7 +74,7 @@ def chunkwise(
 
 
 def _gate(problem: Problem) -> jax.Array | None:
-    """The log-decay with resets written into it, as `LOG_ZERO` where gates are summed.
+    """The log-decay with resets written into it, as `LOWEST_GATE` where gates are summed.
 
     A gate per key channel is never summed: its exponentials are multiplied, and -inf stays.
     """
@@ -88,12 +88,12 @@ def _gate(problem: Problem) -> jax.Array | None:
     if g is None:
         g = jnp.zeros(problem.v.shape[:3], jnp.float32)
     reset = problem.reset.reshape(*problem.reset.shape, *(1,) * (g.ndim - 2))
-    return jnp.where(reset, LOG_ZERO, g)
+    return jnp.where(reset, LOWEST_GATE, g)
 
 
 @jax.custom_jvp
 def _bounded(g: jax.Array) -> jax.Array:
-    """`g`, differentiated as the maximum with `LOG_ZERO` that `gate_vectors` takes.
+    """`g`, differentiated as the maximum with `LOWEST_GATE` that `gate_vectors` takes.
 
     Taken here, it would be a kernel of its own.
     """
@@ -105,7 +105,7 @@ def _bounded_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (g,), (dg,) = primals, tangents
-    return g, jnp.where(g > LOG_ZERO, dg, 0.0)
+    return g, jnp.where(g > LOWEST_GATE, dg, 0.0)
 
 
 def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:

@@ -167,14 +167,6 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _vectors(beta, b, exponentials) -> dict:
-    """The vectors of every chunk; row and column views of one vector need two copies."""
-    vectors = {} if beta is None else {"beta": beta}
-    if b is not None:
-        vectors |= {"b": b, "b_column": b} | exponentials
-    return vectors
-
-
 def run_states(
     q, k, v, inverse, state, *,
     beta, b, exponentials, channels=None, scale, save, interpret=None,
@@ -201,7 +193,7 @@ def run_states(
         `states` entering every `memory.stride`-th chunk `[B, N', HV, K, V]` and (delta rule) `u`
         `[B, T, HV, V]`.
     """
-    vectors = _vectors(beta, b, exponentials)
+    vectors = serial.vectors_of(beta, b, exponentials)
     plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
@@ -247,7 +239,7 @@ def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret
     heads, value_dim = v.shape[2:]
     writes = k if channels is None else channels["writes"]
     batch, _, _, key_dim = writes.shape
-    vectors = _vectors(beta, b, exponentials)
+    vectors = serial.vectors_of(beta, b, exponentials)
     plan = serial.plan_for(
         writes, v, vectors, channels,
         scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True,

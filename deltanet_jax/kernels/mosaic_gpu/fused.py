@@ -3,7 +3,8 @@
 Beside the two warpgroups that compute, two prepare the scores and the inverses of the chunks
 ahead. At K = V = 128 a program has one head: those that compute have half of its columns each,
 those that prepare the even and the odd chunks. At 64 it has two heads, and a warpgroup of each
-kind for each. `k`, `q`, `v` are read once, and no inverse leaves its multiprocessor.
+kind for each. `k`, `q`, `v` are read once for a value head, and no inverse leaves its
+multiprocessor.
 
 Chunks are numbered in the order of preparation: at 64 the heads take turns.
 
@@ -28,7 +29,7 @@ __all__ = ["covers", "launch"]
 CHUNK = tiles.CHUNK
 SERVERS = 2  # warpgroups that prepare, and that compute
 KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
-HEADS = {128: 1, 64: 2}  # of a program, by K = V
+HEADS = {128: 1, 64: 2}  # of a program, by K = V: both kinds of warpgroup have work
 REGISTERS = {128: (176, 80), 64: (168, 88)}  # of a warpgroup that computes, and that prepares
 
 
@@ -48,9 +49,14 @@ def covers(k, v, *, save: bool) -> bool:
     return not odd and fill_rounds(programs)
 
 
+def _heads(plan: Plan) -> int:
+    """Of a program."""
+    return SERVERS // plan.columns
+
+
 def _place(plan: Plan, number) -> tuple:
     """Batch and head of a chunk, or of a warpgroup of those that have a head each."""
-    heads = HEADS[plan.key_dim]
+    heads = _heads(plan)
     head = lax.axis_index("program") * heads + lax.rem(number, heads)
     return lax.div(head, plan.heads), lax.rem(head, plan.heads)
 
@@ -80,7 +86,7 @@ def _barriers(plan: Plan) -> dict:
 
 def _serve(plan: Plan, refs, buffers, barriers, server):
     """Loads `q` and `k` of every other chunk, and prepares its inverse and scores."""
-    heads = HEADS[plan.key_dim]
+    heads = _heads(plan)
     chunks = plan.chunks * heads
 
     def load(name, i, stage):
@@ -127,7 +133,7 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
         prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
         plgpu.barrier_wait(barriers["q"].at[server])
         scores = tiles.decayed(plan, tile, tiles.overlaps(tile, "q", load_following))
-        scores = lanes.lower_triangle(scores, strict=False, interpret=plan.interpret)
+        scores = lanes.lower_triangle(scores, interpret=plan.interpret)
         buffers["scores"].at[server][...] = scores.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers["ready"].at[server])
@@ -143,14 +149,14 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
         plgpu.barrier_wait(barriers["applied"].at[server])
         plgpu.barrier_wait(barriers["freed"].at[server])
 
-    # No warpgroup may leave while another one still multiplies.
+    # Those that prepare stay: a warpgroup that leaves while another still multiplies faults.
     plgpu.barrier_wait(barriers["end"])
 
 
 def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
     """Of one computing warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
-    heads = HEADS[plan.key_dim]
+    heads = _heads(plan)
 
     def number(i):
         return i * heads + lax.rem(role, heads)
@@ -220,7 +226,7 @@ def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpre
         tiles.named(name, functools.partial(_body, plan, walk, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(_buffers(plan), _barriers(plan)),
-        grid=(plan.batch * plan.heads // HEADS[plan.key_dim],),
+        grid=(plan.batch * plan.heads // _heads(plan),),
         grid_names=("program",),
         num_threads=2 * SERVERS,
         thread_name="role",

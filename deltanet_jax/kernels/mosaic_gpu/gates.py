@@ -1,6 +1,6 @@
 """What a gate per head becomes in every chunk, and its gradient.
 
-Of gates not lower than `LOG_ZERO`, heads before tokens::
+Of gates raised to `LOWEST_GATE` at least, heads before tokens::
 
     b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)
 
@@ -35,7 +35,7 @@ from deltanet_jax.kernels.mosaic_gpu.scalars import (
     times,
     write,
 )
-from deltanet_jax.kernels.mosaic_gpu.support import LOG_ZERO
+from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE
 
 __all__ = ["gate_gradient", "gate_vectors"]
 
@@ -87,14 +87,17 @@ def _launch(name: str, by_thread, plain, inputs: dict, outputs: dict, turned, in
 
 def _plain_vectors(inputs: dict, results: dict) -> None:
     x = {name: jnp.swapaxes(ref[...], 1, 2) for name, ref in inputs.items()}
-    b = jnp.cumsum(jnp.maximum(x.pop("g"), LOG_ZERO), axis=-1)
+    b = jnp.cumsum(jnp.maximum(x.pop("g"), LOWEST_GATE), axis=-1)
     x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(b[..., -1:] - b)}
     for name, y in x.items():
         results[name][...] = y
 
 
 def _turned_place(first, thread, heads: int, end: int):
-    """A thread's row on the side of the heads: its own of the program, where it starts, all at."""
+    """On the side of the heads: where a thread's first number is in shared and in device memory.
+
+    And whether its row exists; for rows past the last one, that one is read.
+    """
     own, token = remainder(thread, ROWS), divided(thread, ROWS)
     row = add(first, own)
     kept = smaller(row, end - 1)
@@ -133,7 +136,7 @@ def _exponentials(lane, g: list) -> dict[str, list]:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir.dialects import arith, math
 
-    first, *others = [arith.maximumf(x, constant(LOG_ZERO)) for x in g]
+    first, *others = [arith.maximumf(x, constant(LOWEST_GATE)) for x in g]
     b = [first]
     for x in others:
         b.append(arith.addf(b[-1], x))

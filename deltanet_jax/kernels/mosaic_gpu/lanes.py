@@ -42,21 +42,16 @@ def thread_index():
     return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
-def lower_triangle(x: jax.Array, *, strict: bool, interpret: bool) -> jax.Array:
-    """Square blocks of 32 or 64 rows, `[C, 32]` or `[C, C]` float32, with zeros above the diagonal.
-
-    On it too if `strict`.
-    """
+def lower_triangle(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """`[C, C]` float32 with zeros above the diagonal."""
     if interpret:
-        blocks = x.reshape(-1, x.shape[1], x.shape[1])
-        return jnp.tril(blocks, -1 if strict else 0).reshape(x.shape)
+        return jnp.tril(x)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    body = functools.partial(_lower, strict=strict)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(body)(x)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_lower)(x)
 
 
-def _lower(ctx, x, *, strict: bool):
+def _lower(ctx, x):
     """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -65,8 +60,7 @@ def _lower(ctx, x, *, strict: bool):
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     thread = thread_index()
-    warps = utils.c(x.shape[1] // BLOCK, i32)  # of a block
-    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), warps)
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(CHUNK // BLOCK, i32))
     lane = arith.remui(thread, utils.c(WARP, i32))
     row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(QUAD, i32)))
     column = arith.muli(arith.remui(lane, utils.c(QUAD, i32)), utils.c(2, i32))
@@ -76,7 +70,7 @@ def _lower(ctx, x, *, strict: bool):
     for (block, half), register in np.ndenumerate(flat):
         entries = []
         for at in range(2):
-            least = 8 * block + at - 8 * half + strict
+            least = 8 * block + at - 8 * half
             inside = arith.cmpi(arith.CmpIPredicate.sge, ahead, utils.c(least, i32))
             entry = vector.extract(register, dynamic_position=[], static_position=[at])
             entries.append(arith.select(inside, entry, utils.c(0.0, f32)))

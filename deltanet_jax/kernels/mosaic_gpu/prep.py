@@ -1,4 +1,4 @@
-"""The inverse that the delta rule needs of every chunk, all chunks in parallel.
+"""The inverse that the delta rule needs of every chunk, in any order of the chunks.
 
 Rows of one chunk, `D_ij = exp(b_i - b_j)`::
 
@@ -10,7 +10,7 @@ are `beta u`: every gradient is then free of divisions by `beta`.
 The inverse is never formed by powers of `L`. Blocks of 32 rows are inverted in float32; of the
 whole only the block below these two is then new: `-X (L between them) X`.
 Products of 16-bit pairs (high and low halves, three products) keep 16 bits of mantissa, tf32
-would keep 11.
+would keep 11 in one.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def programs(self) -> int:
-        """That stay, each on every so-many-th item: as many as a multiprocessor holds."""
+        """That stay, each on every so-many-th item: as many as the multiprocessors hold at once."""
         programs = 2 if self.interpret else RESIDENTS[self.key_dim] * MULTIPROCESSORS
         return min(self.items, programs)
 

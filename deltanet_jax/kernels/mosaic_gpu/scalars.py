@@ -31,7 +31,10 @@ __all__ = [
 
 
 def read(pointer, first, count: int, after: int = 0) -> list:
-    """Up to four floats from `first + after` on."""
+    """Up to four floats from `first + after` on; for three, a fourth is loaded and dropped.
+
+    The place is to be a multiple of their number, or of four.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 

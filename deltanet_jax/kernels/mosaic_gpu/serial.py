@@ -2,7 +2,8 @@
 
 A program walks over the chunks of one head. Columns of V never meet, so each of its
 warpgroups owns 64 of them and shares `q`, `k` and the inverse with the others; the last
-warpgroup issues loads, one or two chunks ahead, and computes the scores of each chunk.
+warpgroup issues loads, one or two chunks ahead, unless the one that computes does, and computes
+the scores of each chunk.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ __all__ = [
     "Plan",
     "Turns",
     "are_few",
-    "columns_of",
     "fill_rounds",
     "inputs_of",
     "launch",
     "plan_for",
+    "vectors_of",
 ]
 
 CHUNK = tiles.CHUNK
@@ -116,7 +117,8 @@ class Plan:
         """Whether the computing warpgroup, alone, loads into the tiles that it frees.
 
         Measured: faster by a tenth there, slower without a gate and for larger heads
-        (`docs/gpu.md`).
+        (`docs/gpu.md`). That a chunk is loaded then also says that the scores in whose place its
+        own are stored have been read: there are as many stages as tiles of scores.
         """
         return self.gated and self.key_dim == self.value_dim == 64 and not self.map_dim
 
@@ -172,7 +174,7 @@ def fill_rounds(programs: int) -> bool:
     return 5 * programs >= 4 * rounds * MULTIPROCESSORS
 
 
-def columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:
+def _columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:
     """Warpgroups that compute in one program.
 
     Shared memory holds the state and two stages of one warpgroup at K = 256; where programs are
@@ -180,6 +182,12 @@ def columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: in
     """
     alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH
     return 1 if alone or are_few(batch, heads, value_dim + map_dim) else 2
+
+
+def vectors_of(beta, b, exponentials=None) -> dict:
+    """The vectors of every chunk; row and column views of one vector need two copies."""
+    vectors = {} if beta is None else {"beta": beta}
+    return vectors if b is None else vectors | {"b": b, "b_column": b} | (exponentials or {})
 
 
 def plan_for(
@@ -192,7 +200,7 @@ def plan_for(
     return Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
         float(scale), "beta" in vectors, "b" in vectors, channels is not None,
-        save, map_dim, only_state, reverse, columns_of(batch, heads, key_dim, value_dim, map_dim),
+        save, map_dim, only_state, reverse, _columns_of(batch, heads, key_dim, value_dim, map_dim),
         (*vectors, *(() if channels is None else ("kept",))), interpret is not None,
     )  # fmt: skip
 
@@ -233,8 +241,9 @@ def _load(plan: Plan, values: str, refs, buffers, loaded, place, i) -> None:
 
 
 def _serve(plan: Plan, load, buffers, barriers):
-    """Issues the loads of every chunk and computes its scores, which need no state."""
+    """Computes the scores of every chunk, and loads it where no other warpgroup does."""
     loaded, ready, freed = barriers
+    assert not plan.loads_itself or plan.stages == plan.score_tiles or not plan.score_tiles
     ahead = plan.stages if plan.loads_itself else plan.stages - 1
 
     def pair(i):

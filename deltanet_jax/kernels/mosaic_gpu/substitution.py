@@ -100,14 +100,14 @@ def _place() -> _Place:
     thread = thread_index()
     lane, block = bits_and(thread, WARP - 1), bits_and(shifted_right(thread, 1), 3 * BLOCK)
     row, quad = shifted_right(lane, 2), bits_and(lane, 3)
-    eight, ninth = bits_and(lane, EIGHT - 1), shifted_right(lane, 4)
-    half = shifted_left(bits_and(shifted_right(lane, 3), 1), 2)  # of eight columns
+    eight, sixteen = bits_and(lane, EIGHT - 1), shifted_right(lane, 4)
     own = bits_and(shifted_right(lane, 3), 1)  # the block of eight rows in which it solves
+    half = shifted_left(own, 2)  # of eight columns that it moves
 
     def floats(row, column):
         return add(times(row, ROW), column)
 
-    matrix = floats(add(add(block, eight), shifted_left(ninth, 3)), half)
+    matrix = floats(add(add(block, eight), shifted_left(sixteen, 3)), half)
     diagonal = shifted_left(own, 3)
     factors = floats(bits_or(block, diagonal), diagonal)
     place = bits_or(shifted_right(row, 1), shifted_left(bits_and(row, 1), 2))
@@ -115,7 +115,7 @@ def _place() -> _Place:
     lower = not_equal(bits_and(block, BLOCK), 0)
     return _Place(
         matrix=matrix,
-        square=add(matrix, shifted_left(ninth, 3)),
+        square=add(matrix, shifted_left(sixteen, 3)),
         solved=add(factors, times(eight, ROW)),
         factors=factors,
         column=column,
@@ -150,6 +150,7 @@ def _invert(ctx, x, scratch):
     factor = _column(scratch, place.column, 0, 0)
     (q,) = _plus_products([q], [*zero, *q[2:]], [factor])
     y = q[2:]
+    # In the place of `B`, which every lane has read: the product waits for the whole warp.
     _store(scratch, place.matrix, y, after=EIGHT * ROW)
     block = [[v, y], [zero, [w0, w1]]]
     q = [[*left[n][0], *left[n][1]] for n in range(2)]
@@ -185,24 +186,24 @@ def _substitute(place: _Place, scratch) -> None:
         write(scratch, place.solved, row[at::2], after=VECTOR * at)
 
 
-def _plus_products(sums: list, left: list, right: list, where=None) -> list:
-    """`sums + left right` for some of both, 16 x 8 times 8 x 8.
+def _plus_products(totals: list, left: list, right: list, where=None) -> list:
+    """`totals + left right` for some of both, 16 x 8 times 8 x 8.
 
     Args:
-        sums: For each product, of a thread's two rows, eight apart, two neighbouring columns.
+        totals: For each product, of a thread's two rows, eight apart, two neighbouring columns.
         left: The same.
         right: For each product, two neighbouring rows of a column.
-        where: Whether the warp computes these at all; otherwise the sums stay.
+        where: Whether the warp computes these at all; otherwise the totals stay.
     """
     left = [_split(x) for x in left]
     right = [[_split(x) for x in numbers] for numbers in right]
     for i, j in ((1, 0), (0, 1), (0, 0)):  # the two low parts are left out
         operand = [x[i] for x in left]
-        sums = [
+        totals = [
             _multiply_add(operand, [x[j] for x in numbers], total, where)
-            for numbers, total in zip(right, sums, strict=True)
+            for numbers, total in zip(right, totals, strict=True)
         ]
-    return sums
+    return totals
 
 
 def _split(x):
@@ -211,32 +212,29 @@ def _split(x):
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    high = utils.bitcast(bits_and(utils.bitcast(x, i32), -1 << 13), f32)
+    high = utils.bitcast(bits_and(utils.bitcast(x, integer()), -1 << 13), ir.F32Type.get())
     return high, arith.subf(x, high)
 
 
-def _multiply_add(left: list, right: list, sums: list, where=None) -> list:
+def _multiply_add(left: list, right: list, total: list, where=None) -> list:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    f32 = ir.F32Type.get()
     upper, upper_next, lower, lower_next = left
-    words = [utils.bitcast(x, i32) for x in (upper, lower, upper_next, lower_next, *right)]
-    instruction = (
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
-    constraints = ["=f"] * 4 + ["r"] * 6 + ["f"] * 4
-    operands = [*words, *sums]
+    words = [utils.bitcast(x, integer()) for x in (upper, lower, upper_next, lower_next, *right)]
+    operands, sources = [*words, *total], ["f"] * 4
+    before, added = "", "{$10,$11,$12,$13}"
     if where is not None:
-        instruction = (
-            "@$14 mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
-        )
-        constraints = ["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3", "b"]
-        operands.append(where)
+        # Where it does not run, the results are what their registers held: the totals.
+        operands, sources = [*operands, where], ["0", "1", "2", "3", "b"]
+        before, added = "@$14 ", "{$0,$1,$2,$3}"
+    instruction = (
+        f"{before}mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        f"{{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {added};"
+    )
+    constraints = ["=f"] * 4 + ["r"] * 6 + sources
     result = llvm.StructType.get_literal([f32] * 4)
     out = llvm.inline_asm(
         result, operands, instruction, ",".join(constraints), has_side_effects=False

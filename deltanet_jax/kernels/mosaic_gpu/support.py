@@ -4,10 +4,10 @@ import jax
 
 from deltanet_jax.core.recurrence import Problem
 
-__all__ = ["CHUNK", "LOG_ZERO", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
+__all__ = ["CHUNK", "LOWEST_GATE", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
 
 CHUNK = 64
-LOG_ZERO = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
+LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
 MULTIPROCESSORS = 132  # of an H100 or H200
 HEAD_DIMS = (64, 128, 256)
 LARGEST_BESIDE_CHANNELS = 128  # beside a gate per key channel

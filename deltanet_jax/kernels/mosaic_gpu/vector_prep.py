@@ -70,8 +70,8 @@ class Plan(ChunkPlan):
         """Of a program, which is alone on its multiprocessor."""
         # A thread of three has 168 registers, of two 255. The overlaps and the inverse need more
         # than 168: at (8, 4096, 16, 128) three spilled over 400 bytes and took 0.637 ms on an
-        # H200, two 272 and 0.484 (0.402 since the inverse needs less). Without them three spill
-        # 8 and take 0.257.
+        # H200 where two took 0.484; two take 0.402, or less, since the inverse needs less.
+        # Without them three spill 8 bytes and take 0.257.
         return 2 if self.delta else 3
 
     @property
