@@ -29,8 +29,8 @@ __all__ = ["covers", "launch"]
 CHUNK = tiles.CHUNK
 SERVERS = 2  # warpgroups that prepare, and that compute
 KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
-HEADS = {128: 1, 64: 2}  # of a program, by K = V: both kinds of warpgroup have work
-REGISTERS = {128: (176, 80), 64: (168, 88)}  # of a warpgroup that computes, and that prepares
+# Of a warpgroup that computes, and of one that prepares, by K = V.
+REGISTERS = {128: (176, 80), 64: (168, 88)}
 
 
 def covers(k, v, *, save: bool) -> bool:
@@ -40,12 +40,12 @@ def covers(k, v, *, save: bool) -> bool:
     What is saved for the backward asks for more registers than two warpgroups leave.
     """
     batch, key_dim, (heads, value_dim) = k.shape[0], k.shape[3], v.shape[2:]
-    if save or key_dim != value_dim or key_dim not in HEADS or k.dtype != jnp.bfloat16:
+    if save or key_dim != value_dim or key_dim not in REGISTERS or k.dtype != jnp.bfloat16:
         return False
     if key_dim == 128:
         return not are_few(batch, heads, value_dim)
     # Programs without inverses share a multiprocessor there, and so end more evenly.
-    programs, odd = divmod(batch * heads, HEADS[key_dim])
+    programs, odd = divmod(batch * heads, SERVERS * WIDTH // value_dim)
     return not odd and fill_rounds(programs)
 
 
