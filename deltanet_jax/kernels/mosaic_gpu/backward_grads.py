@@ -7,22 +7,24 @@ exp(b_i - b_j)`; `dv` comes from the serial kernel::
     Y = tril(D * (do u^T))                       X = stril(D * (dv u^T))
     dq = scale * (exp(b) do S^T + (Y beta_j) k)
     W  = scale * (exp(b_C - b) u G^T + Y^T q) - X^T k      what `k` writes, before beta
-    dk = beta W - exp(b) dv S^T - (X beta_j) k             what it writes, minus what it reads
+    R  = exp(b) dv S^T + (X beta_j) k                      what it reads
+    dk = beta W - R
     dbeta = rowsum(k * W) = diag(dv u^T) / beta
-    db = rowsum(q * dq) - rowsum(k * (exp(b) dv S^T + (X beta_j) k))
-         - scale * (z + rowsum(k * ((Y beta_j)^T q))) + rowsum(k * ((X beta_j)^T k))
-    db_C += scale * (exp(b_C) <S, G> + sum(z))       z = beta exp(b_C - b) rowsum(k * (u G^T))
+    db = rowsum(q * dq) - rowsum(k * (beta W)) - rowsum(k * R)
+    db_C += scale * (exp(b_C) <S, G> + sum(z))             z = exp(b_C - b) beta rowsum(k * (u G^T))
 
 In the sum of `db` that is the gradient of `g`, a pair of tokens counts in the row of the later
-one and against it in the row of the earlier one. Both are taken from one 16-bit tile, `Y beta_j`
-or `X beta_j`, so that where gates are strong nothing is left but what the state carries.
+one and against it in the row of the earlier one. Both are taken from the same 16-bit tiles, so
+that where gates are strong nothing is left but what the state carries. In bfloat16 these are `Y
+beta_j`, `X beta_j` and `k`, and `beta W` is summed in the place of `W`; a beta nearer to 0 than
+`SMALLEST_BETA` is replaced by it, so that `W` is known. In float16, which has no room for small
+weights, they are `Y`, `X` and `beta k`.
 
 A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
-first state of a run is loaded, the next one made in its place: `S' = S + (k * beta)^T u`, as there
-is no gate where runs are longer than a chunk. One warpgroup computes `dq`, these states and the
-sums over columns (`sums_with_queries`), one `dk`; the third only issues loads, each tile's next
-load as soon as both have used it, because the kernel is bound by memory (12.6 MFLOP for 176 KiB at
-K = V = 128, 2.1 for the 32 KiB of a state).
+first state of a run is loaded, the next one made in its place: `S' = exp(b_C) S + (beta exp(b_C -
+b) k)^T u`. One warpgroup computes `Y`, `X`, `dq` and these states, one `dk`; the third only issues
+loads, each tile's next load as soon as both have used it, because the kernel is bound by
+memory (12.6 MFLOP for 176 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
 import dataclasses
@@ -45,8 +47,9 @@ __all__ = ["chunk_gradients"]
 CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
+SMALLEST_BETA = 2.0**-64
 # Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
-SINGLE = ("dv", "state", "ready", "free", "read", "made", "pairs", "summed")
+SINGLE = ("dv", "state", "ready", "free", "read", "made")
 FREED = ("values", "state", "keys")
 GATE_PARTS = ("db_q", "db_k", "overlap", "db_write")  # what `gate_gradient` adds up
 
@@ -97,6 +100,16 @@ class Plan:
         return ("beta", "beta_column") * self.delta + ("b", "b_column") * self.gated
 
     @property
+    def weighs_pairs(self) -> bool:
+        """Whether `beta` stands on the tiles of pairs; the other way rounds once more."""
+        return self.delta and self.dtype == jnp.bfloat16
+
+    @property
+    def keys(self) -> str:
+        """The tile of the keys that the tiles of pairs multiply."""
+        return "beta_k" if self.delta and not self.weighs_pairs else "k"
+
+    @property
     def in_place(self) -> dict[str, str]:
         """The gradients that take the place of a plane, which only their own item reads."""
         return dict(zip(("dq", "dk"), memory.planes_of(self.value_dim), strict=False))
@@ -118,14 +131,6 @@ class Plan:
         where a sweep over all runs of a head is longer (`docs/gpu.md`).
         """
         return self.gated and max(self.key_dim, self.value_dim) <= 128 and self.runs <= 512
-
-    @property
-    def sums_with_queries(self) -> bool:
-        """Whether the warpgroup of `dq` sums the columns of `X beta_j` too.
-
-        It has time to, but for larger heads, where it is the slower one (`docs/gpu.md`).
-        """
-        return self.gated and self.delta and max(self.key_dim, self.value_dim) <= 128
 
     def locate(self, item):
         """Batch, run, head and block of K of one work item."""
@@ -176,13 +181,8 @@ def _scratch(plan: Plan):
         "q": tile(*keys), "k": tile(*keys), "dq": tile(*keys), "dk": tile(*keys), "y": tile(*pair),
     }  # fmt: skip
     if plan.delta:
-        buffers |= {
-            "dv": tile(*values),
-            "y_beta": tile(*pair),
-            "x": tile(*pair),
-            "x_beta": tile(*pair),
-        }
-        buffers |= {"dbeta": vector}
+        buffers |= {"dv": tile(*values), "x": tile(*pair), "dbeta": vector}
+        buffers |= {plan.keys: tile(*keys)}
     if plan.gated:
         buffers |= dict.fromkeys(GATE_PARTS, vector)
     # Two of each: `beta` of one item is still read when the next item's values arrive.
@@ -260,16 +260,6 @@ def _dot_rows(ref, x: jax.Array) -> jax.Array:
     return (tiles.matrix(ref) * x).sum(axis=1)
 
 
-def _column_sums(plan: Plan, buffers, *names: tuple[str, str]) -> jax.Array:
-    """The sum of `colsum(E)` of `E_ij = weights_ij x_i . k_j`, by the names of both tiles.
-
-    The row sums of the same tiles of weights are in `dq` and in what `k` reads; in the gradient of
-    a gate, both sides of a pair must cancel.
-    """
-    pairs = [(tiles.transposed(buffers[weights]), buffers[x]) for weights, x in names]
-    return _dot_rows(buffers["k"], tiles.product((CHUNK, plan.key_block), *pairs))
-
-
 def _overlap(plan: Plan, buffers) -> jax.Array:
     """`<S, G>` of this block, left spread over a vector."""
     dot_rows = functools.partial(memory.dot_rows, interpret=plan.interpret)
@@ -278,16 +268,21 @@ def _overlap(plan: Plan, buffers) -> jax.Array:
 
 
 def _next_state(plan: Plan, buffers, handed):
-    """`S + (k * beta)^T u` in the place of `S`."""
+    """`exp(b_C) S + (beta exp(b_C - b) k)^T u` in the place of `S`."""
     for i in range(0, plan.key_block, CHUNK):
         rows = pl.ds(i, CHUNK)
         state = tiles.matrix(buffers["state"].at[rows])
         keys = tiles.load_transposed(buffers["k"].at[:, rows], interpret=plan.interpret)
+        if plan.gated:
+            total = buffers["b"][CHUNK - 1]
+            state *= jnp.exp(total)
+            rest = jnp.exp(total - tiles.column(buffers["b_column"]))
+            keys *= tiles.over_columns(rest, keys.shape)
         if plan.delta:
             keys *= tiles.over_columns(tiles.column(buffers["beta_column"]), keys.shape)
         pair = keys.astype(plan.dtype), buffers["u"]
         state = tiles.product(state.shape, pair, init=state, interpret=plan.interpret)
-        if plan.delta and i == 0:
+        if i == 0 and plan.delta:
             plgpu.barrier_wait(handed["read"])
         buffers["state"].at[rows][...] = state.astype(plan.dtype)
     plgpu.commit_smem()
@@ -295,16 +290,26 @@ def _next_state(plan: Plan, buffers, handed):
         plgpu.barrier_arrive(handed["made"])
 
 
-def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
-    """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
+def _divisor(beta: jax.Array) -> jax.Array:
+    """`beta`, but never 0."""
+    return jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+
+
+def _weights(plan: Plan, buffers) -> jax.Array | float:
+    """What the products of pairs are multiplied by; above the diagonal anything."""
+    weights = tiles.pair_decay(buffers) if plan.gated else 1.0
+    if plan.weighs_pairs:
+        beta = _divisor(tiles.column(buffers["beta_column"]))
+        weights *= tiles.over_columns(beta, (CHUNK, CHUNK))
+    return weights
+
+
+def _query_products(plan: Plan, buffers, loaded, freed, place: Place):
+    """`do u^T`, `do S^T` and, with a gate, `<S, G>`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
     y = dq = None
     overlap = []
-    # With a gate and the delta rule `Y beta`, and so `dq`, is held times `-scale`: its column sums
-    # add to those of `X beta`.
-    negative = plan.gated and plan.delta
-    factor = -plan.scale if negative else 1.0
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(loaded["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
@@ -319,60 +324,49 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
             plgpu.barrier_wait(loaded["vectors"])
         plgpu.barrier_arrive(freed["values"])
         pl.when(place.last)(lambda: plgpu.barrier_arrive(freed["state"]))
-    mask = tiles.chunk_mask()
-    if plan.gated:
-        y = tiles.decayed(plan, buffers, y)
-        dq *= tiles.over_rows(factor * jnp.exp(tiles.row(buffers["b"])), shape)
-    y = jnp.where(mask, y, 0.0)
+    return y, dq, sum(overlap)
+
+
+def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
+    """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
+    shape = (CHUNK, plan.key_block)
+    y, dq, overlap = _query_products(plan, buffers, loaded, freed, place)
     pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
+    y = jnp.where(tiles.chunk_mask(), y * _weights(plan, buffers), 0.0)
     buffers["y"][...] = y.astype(plan.dtype)
-    weights = "y"
-    if plan.delta:
-        weights = "y_beta"
-        beta = factor * tiles.column(buffers["beta_column"])
-        buffers[weights][...] = (y * tiles.over_columns(beta, pair)).astype(plan.dtype)
+    if plan.gated:
+        dq *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
+    plgpu.barrier_wait(loaded["keys"])
+    if plan.keys == "beta_k":
+        beta = tiles.over_rows(tiles.row(buffers["beta"]), shape)
+        buffers["beta_k"][...] = (tiles.matrix(buffers["k"]) * beta).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(handed["ready"])
-    plgpu.barrier_wait(loaded["keys"])
 
     @_unless(place.last)
     def _():
         _next_state(plan, buffers, handed)
         plgpu.barrier_arrive(freed["state"])
 
-    dq = product(shape, (buffers[weights], buffers["k"]), init=dq)
-    dq = -dq if negative else plan.scale * dq
+    own = buffers["y"], buffers[plan.keys]
+    dq = plan.scale * tiles.product(shape, own, init=dq, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
     if plan.gated:
-        db = _dot_rows(buffers["q"], dq)
-        if plan.sums_with_queries:
-            plgpu.barrier_wait(handed["pairs"])
-            db += _column_sums(plan, buffers, ("y_beta", "q"), ("x_beta", "k"))
-            plgpu.barrier_arrive(handed["summed"])
-        elif plan.delta:
-            db += _column_sums(plan, buffers, ("y_beta", "q"))
-        buffers["db_q"][...] = db
-        buffers["overlap"][...] = sum(overlap)
+        buffers["overlap"][...] = overlap
+        buffers["db_q"][...] = _dot_rows(buffers["q"], dq)
     plgpu.commit_smem()
     plgpu.barrier_arrive(freed["keys"])
     _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, place)
 
 
-def _pair_step(plan: Plan, buffers, handed, place: Place, x):
-    """Stores `-X / scale` and `X beta`; returns `diag(dv u^T)`."""
+def _pair_step(plan: Plan, buffers, x):
+    """Stores `-X / scale`; returns `diag(dv u^T)`."""
     diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
-    strict = tiles.chunk_mask(operator.gt)
-    x = jnp.where(strict, tiles.decayed(plan, buffers, x), 0.0)
+    x = jnp.where(tiles.chunk_mask(operator.gt), x * _weights(plan, buffers), 0.0)
     # Over scale, so that it adds to the products that the scale multiplies.
     buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
-    x *= tiles.over_columns(tiles.column(buffers["beta_column"]), x.shape)
-    if plan.sums_with_queries:
-        pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["summed"]))
-    buffers["x_beta"][...] = x.astype(plan.dtype)
     plgpu.commit_smem()
-    if plan.sums_with_queries:
-        plgpu.barrier_arrive(handed["pairs"])
     return diagonal
 
 
@@ -389,7 +383,7 @@ def _key_products(plan: Plan, buffers, loaded, freed, handed, place: Place):
             plgpu.barrier_wait(loaded["dv"])
             x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
             if part == plan.value_blocks - 1:
-                diagonal = _pair_step(plan, buffers, handed, place, x)
+                diagonal = _pair_step(plan, buffers, x)
             pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
             made = functools.partial(plgpu.barrier_wait, handed["made"])
             _unless(place.stored)(made)
@@ -407,41 +401,54 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     """`dk` and the gradients of the gates of one chunk."""
     shape = (CHUNK, plan.key_block)
     product = functools.partial(tiles.product, interpret=plan.interpret)
+    # `W / scale` or, where pairs are weighed, `beta W / scale`; `-R / scale`.
     w, diagonal, r = _key_products(plan, buffers, loaded, freed, handed, place)
-    plgpu.barrier_wait(loaded["keys"])
+    beta = divisor = tiles.row(buffers["beta"]) if plan.delta else None
+    weights = []
+    if plan.weighs_pairs:
+        divisor = _divisor(beta)
+        weights += [divisor]
     if plan.gated:
-        rest = buffers["b"][CHUNK - 1] - tiles.row(buffers["b"])
-        w *= tiles.over_rows(jnp.exp(rest), shape)
-        db_write = _dot_rows(buffers["k"], w)
+        weights += [jnp.exp(buffers["b"][CHUNK - 1] - tiles.row(buffers["b"]))]
+    if weights:
+        w *= tiles.over_rows(functools.reduce(operator.mul, weights), shape)
+    if plan.delta:
+        read = -1 / plan.scale
+        if plan.gated:
+            read = tiles.over_rows(read * jnp.exp(tiles.row(buffers["b"])), shape)
+        r *= read
+    plgpu.barrier_wait(loaded["keys"])
+    plgpu.barrier_wait(handed["ready"])
+    keys = buffers[plan.keys]
+    if plan.gated:
+        db_write = _dot_rows(keys, w)
     pairs = [(tiles.transposed(buffers["y"]), buffers["q"])]
     if plan.delta:
         pairs += [(tiles.transposed(buffers["x"]), buffers["k"])]
+        r = product(shape, (buffers["x"], keys), init=r)
+    w = product(shape, *pairs, init=w)
+    if plan.gated or plan.weighs_pairs:
+        write = _dot_rows(keys, w)
+    if plan.gated:
+        db = -write
+    if plan.delta:
+        dbeta = write / divisor if plan.weighs_pairs else _dot_rows(buffers["k"], w)
         if plan.gated:
-            r *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
-        r = product(shape, (buffers["x_beta"], buffers["k"]), init=r)
-    plgpu.barrier_wait(handed["ready"])
-    w = plan.scale * product(shape, *pairs, init=w)
+            db += _dot_rows(buffers["k"], r)
+    plgpu.commit_smem()
     plgpu.barrier_arrive(handed["free"])
-    write = _dot_rows(buffers["k"], w)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     names = ["dk"]
     if plan.delta:
-        beta = tiles.row(buffers["beta"])
-        w = w * tiles.over_rows(beta, shape) - r
+        own = beta / divisor if plan.weighs_pairs else beta
+        w = w * tiles.over_rows(own, shape) + r
         exact = diagonal / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
-        buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, exact, write)
+        buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, exact, plan.scale * dbeta)
         names += ["dbeta"]
-    buffers["dk"][...] = w.astype(plan.dtype)
+    buffers["dk"][...] = (plan.scale * w).astype(plan.dtype)
     if plan.gated:
-        db = -write
-        if plan.delta:
-            db_write *= beta
-            # Less what it writes, `dk` holds what `k` reads.
-            db = _dot_rows(buffers["k"], w) - beta * write - plan.scale * db_write
         buffers["db_write"][...] = db_write
-        if plan.delta and not plan.sums_with_queries:
-            db += _column_sums(plan, buffers, ("x_beta", "k"))
-        buffers["db_k"][...] = db
+        buffers["db_k"][...] = plan.scale * db
         names += ["db_k", "db_write"]
     plgpu.commit_smem()
     plgpu.barrier_arrive(freed["keys"])
@@ -486,8 +493,6 @@ def _body(plan: Plan, names, *args):
     def _():
         plgpu.set_max_registers(232, action="increase")
         walk(_key_step, loaded, freed, handed)
-        if plan.sums_with_queries:
-            plgpu.barrier_wait(handed["summed"])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 2)
@@ -558,16 +563,15 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
     plan = Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
         float(scale), beta is not None, b is not None,
-        memory.stride(value_dim, gated=b is not None), 1, interpret is not None,
+        memory.stride(value_dim), 1, interpret is not None,
     )  # fmt: skip
     # Persistent programs, one for each multiprocessor.
     programs = 2 if interpret else MULTIPROCESSORS
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
     inputs = {"q": q, "k": k, "u": u, "do": do, "state": states}
     if plan.delta:
-        inputs |= {"dv": dv, "beta": beta, "beta_column": beta}
-    if plan.gated:
-        inputs |= {"b": b, "b_column": b}
+        inputs |= {"dv": dv}
+    inputs |= {name: beta if name.startswith("beta") else b for name in plan.vectors}
     out = _launch(plan, inputs, cotangents, interpret)
     dbeta = out["dbeta"].sum(0) if plan.delta else None
     if not plan.gated:

@@ -19,13 +19,13 @@ __all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of", "stride"]
 WIDTH = tiles.CHUNK  # columns of V in a plane, which has a token for each of them
 
 
-def stride(value_dim: int, *, gated: bool) -> int:
+def stride(value_dim: int, *, channels: bool = False) -> int:
     """Of the chunks whose incoming state is stored.
 
     It is 1 where the gradients read the state in parts, which leave none of it in shared memory,
-    and with a gate, where they compute more than they load.
+    and with a gate per key channel.
     """
-    return 1 if gated or value_dim > 128 else 2
+    return 1 if channels or value_dim > 128 else 2
 
 
 def planes_of(value_dim: int) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class Plan:
     @property
     def stride(self) -> int:
         """Of the chunks whose incoming state is stored."""
-        return memory.stride(self.value_dim, gated=self.gated or self.channels)
+        return memory.stride(self.value_dim, channels=self.channels)
 
     @property
     def rows(self) -> tuple:

@@ -27,6 +27,7 @@ __all__ = [
     "of_halves",
     "over_columns",
     "over_rows",
+    "pair_decay",
     "overlaps",
     "product",
     "products",
@@ -204,12 +205,16 @@ def accumulate(*operands, interpret) -> list[jax.Array]:
     return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
 
 
+def pair_decay(tile) -> jax.Array:
+    """`D_ij = exp(b_i - b_j)` of the pairs of a chunk; above the diagonal it may overflow."""
+    shape = (CHUNK, CHUNK)
+    gap = over_rows(row(tile["b"]), shape) - over_columns(column(tile["b_column"]), shape)
+    return jnp.exp(gap)
+
+
 def decayed(plan, tile, x: jax.Array) -> jax.Array:
     """`D * x` of the pairs of a chunk; above the diagonal anything, not even finite."""
-    if not plan.gated:
-        return x
-    gap = over_rows(row(tile["b"]), x.shape) - over_columns(column(tile["b_column"]), x.shape)
-    return x * jnp.exp(gap)
+    return x * pair_decay(tile) if plan.gated else x
 
 
 def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
