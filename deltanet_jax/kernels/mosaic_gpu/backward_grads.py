@@ -101,13 +101,18 @@ class Plan:
 
     @property
     def weighs_pairs(self) -> bool:
-        """Whether `beta` stands on the tiles of pairs; the other way rounds once more."""
+        """Whether `beta` stands on the tiles of pairs."""
         return self.delta and self.dtype == jnp.bfloat16
+
+    @property
+    def weighs_keys(self) -> bool:
+        """Whether it stands on the keys, which rounds once more."""
+        return self.delta and not self.weighs_pairs
 
     @property
     def keys(self) -> str:
         """The tile of the keys that the tiles of pairs multiply."""
-        return "beta_k" if self.delta and not self.weighs_pairs else "k"
+        return "beta_k" if self.weighs_keys else "k"
 
     @property
     def in_place(self) -> dict[str, str]:
@@ -124,20 +129,17 @@ class Plan:
         return self.batch * self.runs * self.heads * self.key_blocks
 
     @property
-    def runs_first(self) -> bool:
-        """Whether neighbours take runs of one head, and not heads of one run.
+    def places(self) -> tuple[int, ...]:
+        """The leading axes of tiles: of one place, whose index is asked for with every chunk.
 
-        Measured: up to a seventh faster with a gate, slower without one, for larger heads, and
-        where a sweep over all runs of a head is longer (`docs/gpu.md`).
+        Known to stay the same, it would make the compiler hold the addresses in all tiles in
+        registers over the loop, and spill. For small heads it does not.
         """
-        return self.gated and max(self.key_dim, self.value_dim) <= 128 and self.runs <= 512
+        return (1,) if max(self.key_dim, self.value_dim) > 64 else ()
 
     def locate(self, item):
         """Batch, run, head and block of K of one work item."""
         block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
-        if self.runs_first:
-            run, item = lax.rem(item, self.runs), lax.div(item, self.runs)
-            return lax.div(item, self.heads), run, lax.rem(item, self.heads), block
         head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
         return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
 
@@ -170,11 +172,11 @@ def _unless(condition):
 
 
 def _scratch(plan: Plan):
-    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    tile = functools.partial(tiles.tile, *plan.places, dtype=plan.dtype)
     keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
     state = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
-    vector, two = plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((2, CHUNK), jnp.float32)
+    vector, two = (plgpu.SMEM((*n, CHUNK), jnp.float32) for n in (plan.places, (2,)))
     buffers = {
         "do": tile(*values), "u": tile(*values),
         "state": tile(*state), "dstate": tile(*state[::-1]),
@@ -260,11 +262,14 @@ def _dot_rows(ref, x: jax.Array) -> jax.Array:
     return (tiles.matrix(ref) * x).sum(axis=1)
 
 
-def _overlap(plan: Plan, buffers) -> jax.Array:
-    """`<S, G>` of this block, left spread over a vector."""
-    dot_rows = functools.partial(memory.dot_rows, interpret=plan.interpret)
+def _overlap(plan: Plan, buffers) -> list:
+    """The products whose sum has `<S, G>` of this block as its trace."""
     rows = [pl.ds(i, CHUNK) for i in range(0, plan.key_block, CHUNK)]
-    return sum(dot_rows(buffers["state"].at[at], buffers["dstate"].at[:, at]) for at in rows)
+    return [(buffers["state"].at[at], buffers["dstate"].at[:, at]) for at in rows]
+
+
+def _diagonal(x: jax.Array) -> jax.Array:
+    return jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
 
 
 def _next_state(plan: Plan, buffers, handed):
@@ -305,11 +310,10 @@ def _weights(plan: Plan, buffers) -> jax.Array | float:
 
 
 def _query_products(plan: Plan, buffers, loaded, freed, place: Place):
-    """`do u^T`, `do S^T` and, with a gate, `<S, G>`."""
+    """`do u^T`, `do S^T` and, with a gate, a product with the trace `<S, G>`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
-    y = dq = None
-    overlap = []
+    y = dq = overlap = None
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(loaded["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
@@ -318,30 +322,33 @@ def _query_products(plan: Plan, buffers, loaded, freed, place: Place):
         # Without a gate too: `dq` takes the place of what is loaded.
         plgpu.barrier_wait(loaded["dstate"])
         if plan.gated:
-            overlap.append(_overlap(plan, buffers))
-            plgpu.commit_smem()
+            overlap = product(pair, *_overlap(plan, buffers), init=overlap)
         if plan.vectors and part == 0:
             plgpu.barrier_wait(loaded["vectors"])
         plgpu.barrier_arrive(freed["values"])
         pl.when(place.last)(lambda: plgpu.barrier_arrive(freed["state"]))
-    return y, dq, sum(overlap)
+    return y, dq, overlap
 
 
 def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
     shape = (CHUNK, plan.key_block)
     y, dq, overlap = _query_products(plan, buffers, loaded, freed, place)
-    pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
-    y = jnp.where(tiles.chunk_mask(), y * _weights(plan, buffers), 0.0)
-    buffers["y"][...] = y.astype(plan.dtype)
     if plan.gated:
-        dq *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
-    plgpu.barrier_wait(loaded["keys"])
-    if plan.keys == "beta_k":
+        overlap = _diagonal(overlap)
+    y = jnp.where(tiles.chunk_mask(), y * _weights(plan, buffers), 0.0)
+    pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
+    buffers["y"][...] = y.astype(plan.dtype)
+    if plan.weighs_keys:
+        plgpu.barrier_wait(loaded["keys"])
         beta = tiles.over_rows(tiles.row(buffers["beta"]), shape)
         buffers["beta_k"][...] = (tiles.matrix(buffers["k"]) * beta).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(handed["ready"])
+    if plan.gated:
+        dq *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
+    if not plan.weighs_keys:
+        plgpu.barrier_wait(loaded["keys"])
 
     @_unless(place.last)
     def _():
@@ -362,7 +369,7 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
 
 def _pair_step(plan: Plan, buffers, x):
     """Stores `-X / scale`; returns `diag(dv u^T)`."""
-    diagonal = jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
+    diagonal = _diagonal(x)
     x = jnp.where(tiles.chunk_mask(operator.gt), x * _weights(plan, buffers), 0.0)
     # Over scale, so that it adds to the products that the scale multiplies.
     buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
@@ -418,7 +425,11 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
             read = tiles.over_rows(read * jnp.exp(tiles.row(buffers["b"])), shape)
         r *= read
     plgpu.barrier_wait(loaded["keys"])
-    plgpu.barrier_wait(handed["ready"])
+    # What the other warpgroup waits for is done as soon as can be after what this one waits for.
+    ready = functools.partial(plgpu.barrier_wait, handed["ready"])
+    free = functools.partial(plgpu.barrier_arrive, handed["free"])
+    if plan.weighs_keys:
+        ready()
     keys = buffers[plan.keys]
     if plan.gated:
         db_write = _dot_rows(keys, w)
@@ -426,7 +437,11 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     if plan.delta:
         pairs += [(tiles.transposed(buffers["x"]), buffers["k"])]
         r = product(shape, (buffers["x"], keys), init=r)
+    if not plan.weighs_keys:
+        ready()
     w = product(shape, *pairs, init=w)
+    if not plan.weighs_keys:
+        free()
     if plan.gated or plan.weighs_pairs:
         write = _dot_rows(keys, w)
     if plan.gated:
@@ -435,8 +450,9 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
         dbeta = write / divisor if plan.weighs_pairs else _dot_rows(buffers["k"], w)
         if plan.gated:
             db += _dot_rows(buffers["k"], r)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(handed["free"])
+    if plan.weighs_keys:
+        plgpu.commit_smem()
+        free()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     names = ["dk"]
     if plan.delta:
@@ -465,15 +481,16 @@ def _body(plan: Plan, names, *args):
     program, role = lax.axis_index("program"), lax.axis_index("role")
     items = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
-    def walk(work, *barriers):
+    def walk(number, work, *barriers):
         def run(i, step):
             item = program + i * plan.programs
             length = plan.length(item)
 
             def chunk(turn, step):
-                own = buffers
-                if work is not _load:
-                    own = buffers | {x: buffers[x].at[lax.rem(step, 2)] for x in plan.vectors}
+                first = (lax.axis_index("role") - number,) * len(plan.places)
+                own = {x: ref.at[first] for x, ref in buffers.items() if x not in plan.vectors}
+                at = slice(None) if work is _load else lax.rem(step, 2)
+                own |= {x: buffers[x].at[at] for x in plan.vectors}
                 ends = (turn == 0, turn + 1 == length) if plan.stride > 1 else (True, True)
                 work(plan, refs, own, *barriers, Place(item, turn, step, *ends))
                 return step + 1
@@ -485,20 +502,20 @@ def _body(plan: Plan, names, *args):
     @pl.when(role == 0)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        walk(_query_step, loaded, freed, handed)
+        walk(0, _query_step, loaded, freed, handed)
         plgpu.barrier_wait(handed["free"])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 1)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        walk(_key_step, loaded, freed, handed)
+        walk(1, _key_step, loaded, freed, handed)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 2)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        walk(_load, loaded, freed)
+        walk(2, _load, loaded, freed)
         for last in freed.values():
             plgpu.barrier_wait(last)
 
