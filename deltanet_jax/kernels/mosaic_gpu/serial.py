@@ -297,8 +297,9 @@ def _body(plan: Plan, walk, values: str, names, *args):
             tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x not in computed}
             if plan.score_tiles:
                 tile["scores"] = buffers["stages"]["scores"].at[lax.rem(i, plan.score_tiles)]
-            tile[values] = buffers["stages"][values].at[stage, role]
-            return tile | own
+            again = lax.axis_index("role")
+            tile[values] = buffers["stages"][values].at[stage, again]
+            return tile | {x: ref.at[again] for x, ref in buffers["own"].items()}
 
         def wait_scores(i):
             if plan.score_tiles:
