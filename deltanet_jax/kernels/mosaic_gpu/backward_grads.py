@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.kernels.mosaic_gpu import gates, launches, memory, tiles
+from deltanet_jax.kernels.mosaic_gpu import gates, lanes, launches, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
@@ -130,10 +130,9 @@ class Plan:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The leading axes of tiles: of one place, whose index is asked for with every chunk.
+        """The leading axes of tiles: of one place, so that larger heads do not spill.
 
-        Known to stay the same, it would make the compiler hold the addresses in all tiles in
-        registers over the loop, and spill. For small heads it does not.
+        Smaller ones do not anyway. See `lanes.zero`.
         """
         return (1,) if max(self.key_dim, self.value_dim) > 64 else ()
 
@@ -487,7 +486,7 @@ def _body(plan: Plan, names, *args):
             length = plan.length(item)
 
             def chunk(turn, step):
-                first = (lax.axis_index("role") - number,) * len(plan.places)
+                first = (lanes.zero(interpret=plan.interpret),) * len(plan.places)
                 own = {x: ref.at[first] for x, ref in buffers.items() if x not in plan.vectors}
                 at = slice(None) if work is _load else lax.rem(step, 2)
                 own |= {x: buffers[x].at[at] for x in plan.vectors}

@@ -22,6 +22,7 @@ __all__ = [
     "store_rows",
     "thread_index",
     "widened",
+    "zero",
 ]
 
 BLOCK = 16
@@ -40,6 +41,29 @@ def thread_index():
 
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+
+
+def zero(*, interpret: bool) -> jax.Array:
+    """0, which the compiler does not know to be 0, nor to stay the same.
+
+    The place of tiles in shared memory, asked for with every round of a loop: otherwise their
+    addresses would be held in registers over the loop, and others spill.
+    """
+    if interpret:
+        return jnp.int32(0)
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    return plgpu.inline_mgpu(return_type=result)(_zero)()
+
+
+def _zero(ctx):
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    value = llvm.inline_asm(i32, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
+    return fa.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def lower_triangle(x: jax.Array, *, interpret: bool) -> jax.Array:

@@ -141,7 +141,7 @@ class Plan:
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
-            return 248, 104
+            return 248, 152
         return 200, 104
 
 
@@ -297,7 +297,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
             tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x not in computed}
             if plan.score_tiles:
                 tile["scores"] = buffers["stages"]["scores"].at[lax.rem(i, plan.score_tiles)]
-            again = lax.axis_index("role")
+            again = lax.axis_index("role")  # see `lanes.zero`
             tile[values] = buffers["stages"][values].at[stage, again]
             return tile | {x: ref.at[again] for x, ref in buffers["own"].items()}
 

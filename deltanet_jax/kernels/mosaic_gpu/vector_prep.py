@@ -223,8 +223,13 @@ def _body(plan: Plan, names, *args):
     *refs, buffers, loaded, left = args
     refs = dict(zip(names, refs, strict=True))
     role, program = lax.axis_index("role"), lax.axis_index("program")
-    buffers = {name: x.at[role] for name, x in buffers.items()}
     loaded = {name: x.at[role] for name, x in loaded.items()}
+    every = buffers
+
+    def own_buffers():
+        return {name: x.at[lax.axis_index("role")] for name, x in every.items()}
+
+    buffers = own_buffers()
 
     def place_of(i):
         # Where nothing is left a warpgroup repeats the last chunk.
@@ -273,7 +278,8 @@ def _body(plan: Plan, names, *args):
         between = {x: zero for distances in DISTANCES.values() for x in distances}
         panels = Panels(zero, zero if plan.delta else None, between)
         panels = lax.fori_loop(0, plan.slices, functools.partial(part, i, place), panels)
-        _finish(plan, refs, buffers, loaded, place, panels)
+        # Asked for again: see `lanes.zero`.
+        _finish(plan, refs, own_buffers(), loaded, place, panels)
 
     load(0)
     lax.fori_loop(0, plan.rounds, chunk, None)

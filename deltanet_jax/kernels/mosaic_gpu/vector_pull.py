@@ -13,6 +13,7 @@ gradients of `log f` then climb down the ladder.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,17 +47,18 @@ class Plan(ChunkPlan):
 
 
 def _scratch(plan: Plan):
-    keys = tiles.tile(*KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
-    square = tiles.tile(*SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
+    # Of one place: see `lanes.zero`.
+    keys = tiles.tile(1, *KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
+    square = tiles.tile(1, *SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
     buffers = dict.fromkeys(("q", "k", *plan.cotangents), keys)
-    buffers |= dict.fromkeys(("g", "dg"), tiles.tile(*KEYS, dtype=jnp.float32))
-    buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
+    buffers |= dict.fromkeys(("g", "dg"), tiles.tile(1, *KEYS, dtype=jnp.float32))
+    buffers |= {"kept": plgpu.SMEM((1, SLICE), jnp.float32)}
     for size in ladder.BETWEEN:
         buffers |= {f"q{size}": keys, f"k{size}": keys}
         buffers |= {f"{name}{size}": square for name in plan.pairs}
     for uniform in (True, False):
         shape = warp.exchange_shape(SLICE, uniform=uniform)
-        buffers |= {f"exchange{'_up' * uniform}": plgpu.SMEM(shape, jnp.float32)}
+        buffers |= {f"exchange{'_up' * uniform}": plgpu.SMEM((1, *shape), jnp.float32)}
     loaded = {
         "pairs": plgpu.Barrier(num_arrivals=len(plan.pairs)),
         "keys": plgpu.Barrier(num_arrivals=4),
@@ -182,57 +184,77 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
     return {"dq": dq.astype(plan.dtype), "dk": dk.astype(plan.dtype), "dg": dg + d.g}
 
 
+class _Chunk(NamedTuple):
+    """Where the chunk of a program is."""
+
+    batch: jax.Array
+    chunk: jax.Array
+    head: jax.Array
+
+    def channels(self, at, head=None) -> tuple:
+        """32 channels of the tokens, of another head if given."""
+        tokens = pl.ds(self.chunk * CHUNK, CHUNK)
+        return self.batch, tokens, self.head if head is None else head, pl.ds(at * SLICE, SLICE)
+
+
+def _load_keys(plan: Plan, refs, buffers, loaded, own: _Chunk, at) -> None:
+    """Issues the loads of 32 channels that come first."""
+    shared = own.channels(at, lax.div(own.head, plan.group))
+    places = {"g": own.channels(at), "q": shared, "k": shared, "kept": (*own, shared[-1])}
+    for name, place in places.items():
+        plgpu.copy_gmem_to_smem(refs[name].at[place], buffers[name], loaded["keys"])
+
+
+def _panels(plan: Plan, refs, buffers, loaded, own: _Chunk) -> list[jax.Array]:
+    """Loads the cotangents of pairs, and makes the tiles of those between blocks of 16."""
+    first, *_ = ladder.BETWEEN
+    for name in plan.pairs:
+        source = refs[name].at[tuple(own)]
+        plgpu.copy_gmem_to_smem(source, buffers[f"{name}{first}"], loaded["pairs"])
+    plgpu.barrier_wait(loaded["pairs"])
+    return [_cut_pairs(plan, buffers, name) for name in plan.pairs]
+
+
 def _body(plan: Plan, names, *args):
     *refs, buffers, loaded = args
     refs = dict(zip(names, refs, strict=True))
     item = lax.axis_index("program")
     head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-    batch, chunk = lax.div(item, plan.chunks), lax.rem(item, plan.chunks)
-    tokens = pl.ds(chunk * CHUNK, CHUNK)
-    first, *_ = ladder.BETWEEN
-    # The gradients of q and k leave through tiles of cotangents, which were read.
-    leave = {"dq": buffers["queries"], "dk": buffers["writes"], "dg": buffers["dg"]}
+    own = _Chunk(lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head)
 
-    def own(at):
-        return batch, tokens, head, pl.ds(at * SLICE, SLICE)
-
-    def load_keys(at):
-        channels = pl.ds(at * SLICE, SLICE)
-        shared = batch, tokens, lax.div(head, plan.group), channels
-        places = {"q": shared, "k": shared, "kept": (batch, chunk, head, channels)}
-        for name in ("g", "q", "k", "kept"):
-            source = refs[name].at[places.get(name, own(at))]
-            plgpu.copy_gmem_to_smem(source, buffers[name], loaded["keys"])
-
-    def load_next(at):
-        pl.when((at + 1) * SLICE < plan.key_dim)(lambda: load_keys(at + 1))
-
-    def wait_cotangents():
-        plgpu.barrier_wait(loaded["cotangents"])
-
-    load_keys(0)
-    for name in plan.pairs:
-        source = refs[name].at[batch, chunk, head]
-        plgpu.copy_gmem_to_smem(source, buffers[f"{name}{first}"], loaded["pairs"])
-    plgpu.barrier_wait(loaded["pairs"])
-    panels = [_cut_pairs(plan, buffers, name) for name in plan.pairs]
-    diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
-    diagonal = tiles.over_rows(diagonal, KEYS)
+    def placed():
+        zero = lanes.zero(interpret=plan.interpret)
+        return {name: x.at[zero] for name, x in buffers.items()}
 
     def step(at, _):
+        tile = placed()
+        # The gradients of q and k leave through tiles of cotangents, which were read.
+        leave = {"dq": tile["queries"], "dk": tile["writes"], "dg": tile["dg"]}
+
+        def load_next():
+            load = functools.partial(_load_keys, plan, refs, tile, loaded, own)
+            pl.when((at + 1) * SLICE < plan.key_dim)(lambda: load(at + 1))
+
+        def wait_cotangents():
+            plgpu.barrier_wait(loaded["cotangents"])
+
         plgpu.barrier_wait(loaded["keys"])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for name in plan.cotangents:
-            source = refs[name].at[own(at)]
-            plgpu.copy_gmem_to_smem(source, buffers[name], loaded["cotangents"])
-        after = functools.partial(load_next, at)
-        gradients = _slice(plan, buffers, panels, diagonal, wait_cotangents, after)
+            source = refs[name].at[own.channels(at)]
+            plgpu.copy_gmem_to_smem(source, tile[name], loaded["cotangents"])
+        gradients = _slice(plan, tile, panels, diagonal, wait_cotangents, load_next)
         for name, x in gradients.items():
             leave[name][...] = x
         plgpu.commit_smem()
-        for name, tile in leave.items():
-            plgpu.copy_smem_to_gmem(tile, refs[name].at[own(at)])
+        for name, x in leave.items():
+            plgpu.copy_smem_to_gmem(x, refs[name].at[own.channels(at)])
 
+    first = placed()
+    _load_keys(plan, refs, first, loaded, own, 0)
+    panels = _panels(plan, refs, first, loaded, own)
+    diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
+    diagonal = tiles.over_rows(diagonal, KEYS)
     lax.fori_loop(0, plan.key_dim // SLICE, step, None)
     plgpu.wait_smem_to_gmem(0)
 
