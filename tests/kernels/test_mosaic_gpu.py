@@ -43,6 +43,7 @@ CASES = {
     "both-128": {"T": 190, "HV": 2, "K": 128, "V": 128},
     "keys-128": {"T": 130, "K": 128, "delta": False},
     "gated-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "segments": True},
+    "gated-both-128": {"T": 190, "K": 128, "V": 128, "gate": 0.2},
     "both-256": {"T": 70, "K": 256, "V": 256, "gate": 0.2},
     "kda-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "channels": True},
 }
@@ -52,6 +53,21 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_the_recurrence(name):
     _check(inputs(**CASES[name]))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", [None, 0.2], ids=["delta", "gated-delta"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tokens_that_write_nothing_have_a_gradient_of_beta(dtype, gate):
+    """In bfloat16 the gradients weigh pairs of tokens by a beta that is never 0."""
+    x = inputs(T=130, gate=gate, dtype=dtype)
+    x["beta"][:, ::3] = 0.0
+    x["beta"][:, 1::7] = 1e-30
+    _check(x, dtype)
+    got = outputs_and_gradients(_run, x, dtype)
+    dk, dbeta = (np.asarray(got[name], np.float32)[:, ::3] for name in ("dk", "dbeta"))
+    assert np.all(dk == 0)
+    assert np.all(dbeta != 0)
 
 
 @interpreted

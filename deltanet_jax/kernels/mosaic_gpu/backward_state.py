@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import memory, serial, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, memory, serial, tiles
 from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
 
 __all__ = ["reverse_states"]
@@ -55,9 +55,15 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
     dv = _write_cotangent(plan, tile, wait_scores)
     if plan.delta:
         weighted = dv * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
-        tile["error"][...] = weighted.astype(plan.dtype)
+        parts = {"error": weighted.astype(plan.dtype)}
+        if plan.precise:
+            halves = lanes.halves(weighted, interpret=plan.interpret)
+            parts = dict(zip(("error", "dv"), halves, strict=True))
+        for name, part in parts.items():
+            tile[name][...] = part
         plgpu.commit_smem()
-        dv = tiles.product(SHAPE, (tiles.transposed(tile["inverse"]), tile["error"]))
+        inverse = tiles.transposed(tile["inverse"])
+        dv = tiles.product(SHAPE, *((inverse, tile[name]) for name in parts))
     if not plan.only_state:
         tile["dv"][...] = (dv * plan.scale).astype(plan.dtype)
     if plan.gated:

@@ -2,8 +2,7 @@
 
 A program walks over the chunks of one head. Columns of V never meet, so each of its
 warpgroups owns 64 of them and shares `q`, `k` and the inverse with the others; the last
-warpgroup issues loads, one or two chunks ahead, unless the one that computes does, and computes
-the scores of each chunk.
+warpgroup issues loads, one or two chunks ahead, and computes the scores of each chunk.
 """
 
 import dataclasses
@@ -97,13 +96,15 @@ class Plan:
 
     @property
     def precise(self) -> bool:
-        """Whether the error that the inverse is applied to keeps 16 bits of mantissa.
+        """Whether what the inverse is applied to keeps 16 bits of mantissa.
 
-        Gradients of `beta` need it where keys are alike. What is saved for them then bounds the
-        forward, and the second product costs nothing; only at K = 128 there are registers for it,
-        and float16 keeps 11 bits as it is.
+        Gradients of `beta` need it in one direction, where keys are alike; float16 keeps 11 bits
+        as it is. At K = 128 what is saved for them bounds the forward, and the second product
+        costs nothing; elsewhere only the backward has registers for it.
         """
-        return self.save and self.key_dim == 128 and self.dtype == jnp.bfloat16
+        if self.dtype != jnp.bfloat16 or self.only_state:
+            return False
+        return self.key_dim != 128 if self.reverse else self.save and self.key_dim == 128
 
     @property
     def score_tiles(self) -> int:
@@ -113,16 +114,6 @@ class Plan:
         return 2 if self.key_dim <= 128 else 1
 
     @property
-    def loads_itself(self) -> bool:
-        """Whether the computing warpgroup, alone, loads into the tiles that it frees.
-
-        Measured: faster by a tenth there, slower without a gate and for larger heads
-        (`docs/gpu.md`). That a chunk is loaded then also says that the scores in whose place its
-        own are stored have been read: there are as many stages as tiles of scores.
-        """
-        return self.gated and self.key_dim == self.value_dim == 64 and not self.map_dim
-
-    @property
     def stages(self) -> int:
         """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
         roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
@@ -130,14 +121,13 @@ class Plan:
         return 3 if roomy and not self.channels else 2
 
     @property
-    def registers(self) -> tuple[int, int] | None:
+    def registers(self) -> tuple[int, int]:
         """Of a warpgroup that computes, and of the one that serves; at most 504 in all.
 
-        At K = 64 two programs share a multiprocessor: the backward by the compiler's own count,
-        the forward within 128.
+        At K = 64 two programs share a multiprocessor, whose threads then have 128.
         """
         if self.key_dim == 64:
-            return None if self.reverse else (128, 104)
+            return 128, 104
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
@@ -241,10 +231,9 @@ def _load(plan: Plan, values: str, refs, buffers, loaded, place, i) -> None:
 
 
 def _serve(plan: Plan, load, buffers, barriers):
-    """Computes the scores of every chunk, and loads it where no other warpgroup does."""
+    """Loads every chunk and computes its scores."""
     loaded, ready, freed = barriers
-    assert not plan.loads_itself or plan.stages == plan.score_tiles or not plan.score_tiles
-    ahead = plan.stages if plan.loads_itself else plan.stages - 1
+    ahead = plan.stages - 1
 
     def pair(i):
         stage = lax.rem(i, plan.stages)
@@ -260,17 +249,16 @@ def _serve(plan: Plan, load, buffers, barriers):
         # With two tiles the scores are ready before their chunk begins.
         if plan.score_tiles == 2:
             pair(i)
-        if not plan.loads_itself:
-            last = lax.rem(i + plan.stages - 1, plan.stages)
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(freed.at[last]))
-            pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
+        last = lax.rem(i + ahead, plan.stages)
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(freed.at[last]))
+        pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
         if plan.score_tiles == 1:
             pair(i)
 
     for i in range(min(ahead, plan.chunks)):
         load(i)
     lax.fori_loop(0, plan.chunks, step, None)
-    plgpu.barrier_wait(freed.at[0 if plan.loads_itself else (plan.chunks - 1) % plan.stages])
+    plgpu.barrier_wait(freed.at[(plan.chunks - 1) % plan.stages])
 
 
 def _body(plan: Plan, walk, values: str, names, *args):
@@ -285,8 +273,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
 
     @pl.when(role < plan.columns)
     def _():
-        if plan.registers:
-            plgpu.set_max_registers(plan.registers[0], action="increase")
+        plgpu.set_max_registers(plan.registers[0], action="increase")
         columns = pl.ds((first + role) * WIDTH, WIDTH)
         own = {x: ref.at[role] for x, ref in buffers["own"].items()}
 
@@ -306,20 +293,13 @@ def _body(plan: Plan, walk, values: str, names, *args):
                 plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
 
         def free(i):
-            if not plan.loads_itself:
-                plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
-                return
-            following = i + plan.stages
-            plgpu.commit_smem()
-            pl.when(following < plan.chunks)(lambda: load(following))
-            pl.when(i == plan.chunks - 1)(lambda: plgpu.barrier_arrive(freed.at[0]))
+            plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
 
         walk(plan, refs, own, Turns(wait, wait_scores, free), batch, head, columns)
 
     @pl.when(role == plan.columns)
     def _():
-        if plan.registers:
-            plgpu.set_max_registers(plan.registers[1], action="decrease")
+        plgpu.set_max_registers(plan.registers[1], action="decrease")
         _serve(plan, load, buffers["stages"], (loaded, ready, freed))
 
 
