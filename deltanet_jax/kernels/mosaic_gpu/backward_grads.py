@@ -23,8 +23,8 @@ weights, they are `Y`, `X` and `beta k`.
 A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
 first state of a run is loaded, the next one made in its place: `S' = exp(b_C) S + (beta exp(b_C -
 b) k)^T u`. One warpgroup computes `Y`, `X`, `dq` and these states, one `dk`; the third only issues
-loads, each tile's next load as soon as both have used it, because the kernel is bound by
-memory (12.6 MFLOP for 176 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
+loads, each tile's next load as soon as both have used it, because the kernel is bound by memory
+(12.6 MFLOP for 176 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
 import dataclasses
@@ -48,8 +48,9 @@ CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
 SMALLEST_BETA = 2.0**-64
-# Its share in the gradient of beta. The rounding errors of both ways are nearly independent: on
-# layer-like inputs the other's are smaller by a quarter, where keys are alike 2.5 times as large.
+# The share of `diag(dv u^T) / beta` in the gradient of beta, beside that of `rowsum(k * W)`. Their
+# rounding errors are nearly independent: on layer-like inputs those of the other are smaller by a
+# quarter, where keys are alike 2.5 times as large (`docs/gpu.md`).
 DIAGONAL = 0.85
 # Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
 SINGLE = ("dv", "state", "ready", "free", "read", "made")
@@ -485,7 +486,7 @@ def _body(plan: Plan, names, *args):
     program, role = lax.axis_index("program"), lax.axis_index("role")
     items = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
-    def walk(number, work, *barriers):
+    def walk(work, *barriers):
         def run(i, step):
             item = program + i * plan.programs
             length = plan.length(item)
@@ -506,20 +507,20 @@ def _body(plan: Plan, names, *args):
     @pl.when(role == 0)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        walk(0, _query_step, loaded, freed, handed)
+        walk(_query_step, loaded, freed, handed)
         plgpu.barrier_wait(handed["free"])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 1)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        walk(1, _key_step, loaded, freed, handed)
+        walk(_key_step, loaded, freed, handed)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 2)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        walk(2, _load, loaded, freed)
+        walk(_load, loaded, freed)
         for last in freed.values():
             plgpu.barrier_wait(last)
 
