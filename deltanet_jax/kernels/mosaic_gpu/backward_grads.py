@@ -407,26 +407,30 @@ def _key_products(plan: Plan, buffers, loaded, freed, handed, place: Place):
     return w, diagonal, r
 
 
+def _of_tokens(plan: Plan, buffers, w, r, divisor):
+    """`u G^T` and `dv S^T` times what their rows have in `W` and in `R`."""
+    weights = [divisor] if plan.weighs_pairs else []
+    if plan.gated:
+        weights += [jnp.exp(buffers["b"][CHUNK - 1] - tiles.row(buffers["b"]))]
+    if weights:
+        w *= tiles.over_rows(functools.reduce(operator.mul, weights), w.shape)
+    if plan.delta:
+        read = -1 / plan.scale
+        if plan.gated:
+            read = tiles.over_rows(read * jnp.exp(tiles.row(buffers["b"])), r.shape)
+        r *= read
+    return w, r
+
+
 def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
     """`dk` and the gradients of the gates of one chunk."""
     shape = (CHUNK, plan.key_block)
     product = functools.partial(tiles.product, interpret=plan.interpret)
     # `W / scale` or, where pairs are weighed, `beta W / scale`; `-R / scale`.
     w, diagonal, r = _key_products(plan, buffers, loaded, freed, handed, place)
-    beta = divisor = tiles.row(buffers["beta"]) if plan.delta else None
-    weights = []
-    if plan.weighs_pairs:
-        divisor = _divisor(beta)
-        weights += [divisor]
-    if plan.gated:
-        weights += [jnp.exp(buffers["b"][CHUNK - 1] - tiles.row(buffers["b"]))]
-    if weights:
-        w *= tiles.over_rows(functools.reduce(operator.mul, weights), shape)
-    if plan.delta:
-        read = -1 / plan.scale
-        if plan.gated:
-            read = tiles.over_rows(read * jnp.exp(tiles.row(buffers["b"])), shape)
-        r *= read
+    beta = tiles.row(buffers["beta"]) if plan.delta else None
+    divisor = _divisor(beta) if plan.weighs_pairs else None
+    w, r = _of_tokens(plan, buffers, w, r, divisor)
     plgpu.barrier_wait(loaded["keys"])
     # What the other warpgroup waits for is done as soon as can be after what this one waits for.
     ready = functools.partial(plgpu.barrier_wait, handed["ready"])
