@@ -30,7 +30,6 @@ loads, each tile's next load as soon as both have used it, because the kernel is
 import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu import gates, lanes, launches, memory, tiles
+from deltanet_jax.kernels.mosaic_gpu.gradient_plan import Place, Plan
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
@@ -56,118 +56,6 @@ DIAGONAL = 0.85
 SINGLE = ("dv", "state", "ready", "free", "read", "made")
 FREED = ("values", "state", "keys")
 GATE_PARTS = ("db_q", "db_k", "overlap", "db_write")  # what `gate_gradient` adds up
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about one launch."""
-
-    batch: int
-    chunks: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    value_dim: int
-    dtype: jnp.dtype
-    scale: float
-    delta: bool
-    gated: bool
-    stride: int  # of the chunks whose state is stored
-    programs: int
-    interpret: bool
-
-    @property
-    def key_block(self) -> int:
-        return min(self.key_dim, 128)
-
-    @property
-    def value_block(self) -> int:
-        return min(self.value_dim, 128)
-
-    @property
-    def key_blocks(self) -> int:
-        return self.key_dim // self.key_block
-
-    @property
-    def value_blocks(self) -> int:
-        return self.value_dim // self.value_block
-
-    @property
-    def planes(self) -> tuple[tuple[str, ...], ...]:
-        """Of the cotangents, for every block of V."""
-        names, each = memory.planes_of(self.value_dim), self.value_block // memory.WIDTH
-        return tuple(names[i : i + each] for i in range(0, len(names), each))
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """Vectors to load; row and column views of one want two copies."""
-        return ("beta", "beta_column") * self.delta + ("b", "b_column") * self.gated
-
-    @property
-    def weighs_pairs(self) -> bool:
-        """Whether `beta` stands on the tiles of pairs."""
-        return self.delta and self.dtype == jnp.bfloat16
-
-    @property
-    def weighs_keys(self) -> bool:
-        """Whether it stands on the keys, which rounds once more."""
-        return self.delta and not self.weighs_pairs
-
-    @property
-    def keys(self) -> str:
-        """The tile of the keys that the tiles of pairs multiply."""
-        return "beta_k" if self.weighs_keys else "k"
-
-    @property
-    def in_place(self) -> dict[str, str]:
-        """The gradients that take the place of a plane, which only their own item reads."""
-        return dict(zip(("dq", "dk"), memory.planes_of(self.value_dim), strict=False))
-
-    @property
-    def runs(self) -> int:
-        """Of chunks from one stored state to the next."""
-        return -(-self.chunks // self.stride)
-
-    @property
-    def items(self) -> int:
-        return self.batch * self.runs * self.heads * self.key_blocks
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The leading axes of tiles: of one place, so that larger heads do not spill.
-
-        Smaller ones do not anyway. See `lanes.zero`.
-        """
-        return (1,) if max(self.key_dim, self.value_dim) > 64 else ()
-
-    def locate(self, item):
-        """Batch, run, head and block of K of one work item."""
-        block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
-        head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
-        return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
-
-    def length(self, item):
-        """Chunks of one work item; the last run of a sequence may be shorter than the others."""
-        short = self.chunks % self.stride
-        if short == 0:
-            return self.stride
-        _, run, _, _ = self.locate(item)
-        return jnp.where(run == self.runs - 1, short, self.stride)
-
-
-class Place(NamedTuple):
-    """A chunk of a work item: of one run, head and block of K."""
-
-    item: Any
-    turn: Any  # chunks of the item before it
-    step: Any  # chunks of the program before it
-    stored: Any  # whether its state is; otherwise it is made from that of the chunk before
-    last: Any  # whether the next chunk is of another item
-
-    def locate(self, plan: Plan):
-        """Batch, chunk, head and block of K."""
-        batch, run, head, block = plan.locate(self.item)
-        return batch, run * plan.stride + self.turn, head, block
 
 
 def _unless(condition):
