@@ -41,14 +41,15 @@ device_description_str: "NVIDIA H200"
 
 
 # Most bytes that a thread stores for want of registers, on jax 0.11.2 and 0.12.0.1; others none.
-# They differ a little from one compilation of the same kernel to the next.
+# They differ by 8 from one compilation of the same kernel to the next, for which there is room:
+# 104, 12, 64, 20, 40 and 8 were seen of those with a gate at K = 64, of K = 256, and of channels.
 KNOWN_SPILLS = {
     (64, "delta"): {"run_states": 56},
-    (64, "gated-delta"): {"run_states": 104},
-    (256, "delta"): {"chunk_gradients": 16},
-    (256, "gated-delta"): {"run_states": 24, "chunk_gradients": 64},
-    (64, "kda"): {"run_states": 44, "channel_gradients": 40},
-    (128, "kda"): {"decayed_chunks": 8, "channel_gradients": 40},
+    (64, "gated-delta"): {"run_states": 112},
+    (256, "delta"): {"chunk_gradients": 20},
+    (256, "gated-delta"): {"run_states": 28, "chunk_gradients": 72},
+    (64, "kda"): {"run_states": 44, "channel_gradients": 48},
+    (128, "kda"): {"decayed_chunks": 16, "channel_gradients": 48},
 }
 KERNELS = ("chunk_inverses", "run_states", "reverse_states", "chunk_gradients")
 CHANNEL_KERNELS = (
