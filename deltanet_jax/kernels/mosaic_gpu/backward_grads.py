@@ -52,9 +52,6 @@ SMALLEST_BETA = 2.0**-64
 # rounding errors are nearly independent: on layer-like inputs those of the other are smaller by a
 # quarter, where keys are alike 2.5 times as large (`docs/gpu.md`).
 DIAGONAL = 0.85
-# Barriers that one load or one warpgroup arrives at, and those of both warpgroups.
-SINGLE = ("dv", "state", "ready", "free", "read", "made")
-FREED = ("values", "state", "keys")
 GATE_PARTS = ("db_q", "db_k", "overlap", "db_write")  # what `gate_gradient` adds up
 
 
@@ -74,37 +71,33 @@ def _scratch(plan: Plan):
         "q": tile(*keys), "k": tile(*keys), "dq": tile(*keys), "dk": tile(*keys), "y": tile(*pair),
     }  # fmt: skip
     if plan.delta:
-        buffers |= {"dv": tile(*values), "x": tile(*pair), "dbeta": vector}
+        buffers |= {"dv": tile(*values), "x": tile(*pair)}
+        buffers |= {"dbeta": vector, "diagonal": vector}
         buffers |= {plan.keys: tile(*keys)}
     if plan.gated:
         buffers |= dict.fromkeys(GATE_PARTS, vector)
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
     # Few barriers of many places: the turns that a warpgroup counts are bits of one register.
-    single = plgpu.Barrier(num_barriers=len(SINGLE))
-    freed = plgpu.Barrier(num_arrivals=2, num_barriers=len(FREED))
-    loaded = {
-        "dstate": plgpu.Barrier(num_arrivals=len(plan.planes[0])),
-        "values": plgpu.Barrier(num_arrivals=2),
-        "keys": plgpu.Barrier(num_arrivals=2),
+    barriers = {
+        arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=len(names))
+        for arrivals, names in plan.barriers.items()
     }
-    if plan.vectors:
-        loaded |= {"vectors": plgpu.Barrier(num_arrivals=len(plan.vectors))}
-    return buffers, loaded, single, freed
+    return buffers, barriers
 
 
-def _load(plan: Plan, refs, buffers, loaded, freed, place: Place):
+def _load(plan: Plan, refs, buffers, barriers, place: Place):
     """Issues the loads of one chunk."""
     batch, chunk, head, block = place.locate(plan)
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     keys = pl.ds(block * plan.key_block, plan.key_block)
 
     def wait(name, *, first):
-        ready = functools.partial(plgpu.barrier_wait, freed[name])
+        ready = functools.partial(plgpu.barrier_wait, barriers[f"freed_{name}"])
         pl.when(place.step > 0)(ready) if first else ready()
 
     def load(name, *index):
-        barrier = loaded["values" if name in ("do", "u") else name]
+        barrier = barriers["values" if name in ("do", "u") else name]
         plgpu.copy_gmem_to_smem(refs[name].at[index], buffers[name], barrier)
 
     for part in range(plan.value_blocks):
@@ -122,18 +115,18 @@ def _load(plan: Plan, refs, buffers, loaded, freed, place: Place):
         for name in plan.vectors if part == 0 else ():
             target = buffers[name].at[lax.rem(place.step, 2)]
             vector = refs[name].at[batch, chunk, head]
-            plgpu.copy_gmem_to_smem(vector, target, loaded["vectors"])
+            plgpu.copy_gmem_to_smem(vector, target, barriers[name.removesuffix("_column")])
         run = lax.div(chunk, plan.stride)
         pl.when(place.stored)(functools.partial(load, "state", batch, run, head, keys, values))
         own, sources = (batch, tokens, head, keys), [refs[name] for name in plan.planes[part]]
-        memory.load_planes(sources, own, buffers["dstate"], loaded["dstate"])
+        memory.load_planes(sources, own, buffers["dstate"], barriers["dstate"])
         # Its state is made while the tile of the chunk before is still read.
         _unless(place.stored)(load_corrected)
     wait("keys", first=True)
     for name in ("q", "k"):
         target = buffers[name]
         source = refs[name].at[batch, tokens, lax.div(head, plan.group), keys]
-        plgpu.copy_gmem_to_smem(source, target, loaded["keys"])
+        plgpu.copy_gmem_to_smem(source, target, barriers["keys"])
 
 
 def _store(buffers, names, refs, plan: Plan, place: Place):
@@ -159,11 +152,7 @@ def _overlap(plan: Plan, buffers) -> list:
     return [(buffers["state"].at[at], buffers["dstate"].at[:, at]) for at in rows]
 
 
-def _diagonal(x: jax.Array) -> jax.Array:
-    return jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
-
-
-def _next_state(plan: Plan, buffers, handed):
+def _next_state(plan: Plan, buffers, barriers):
     """`exp(b_C) S + (beta exp(b_C - b) k)^T u` in the place of `S`."""
     for i in range(0, plan.key_block, CHUNK):
         rows = pl.ds(i, CHUNK)
@@ -179,11 +168,11 @@ def _next_state(plan: Plan, buffers, handed):
         pair = keys.astype(plan.dtype), buffers["u"]
         state = tiles.product(state.shape, pair, init=state, interpret=plan.interpret)
         if i == 0 and plan.delta:
-            plgpu.barrier_wait(handed["read"])
+            plgpu.barrier_wait(barriers["read"])
         buffers["state"].at[rows][...] = state.astype(plan.dtype)
     plgpu.commit_smem()
     if plan.delta:
-        plgpu.barrier_arrive(handed["made"])
+        plgpu.barrier_arrive(barriers["made"])
 
 
 def _divisor(beta: jax.Array) -> jax.Array:
@@ -200,51 +189,56 @@ def _weights(plan: Plan, buffers) -> jax.Array | float:
     return weights
 
 
-def _query_products(plan: Plan, buffers, loaded, freed, place: Place):
+def _wait_vectors(plan: Plan, barriers):
+    for name in plan.vectors[::2]:
+        plgpu.barrier_wait(barriers[name])
+
+
+def _query_products(plan: Plan, buffers, barriers, place: Place):
     """`do u^T`, `do S^T` and, with a gate, a product with the trace `<S, G>`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
     y = dq = overlap = None
     for part in range(plan.value_blocks):
-        plgpu.barrier_wait(loaded["values"])
+        plgpu.barrier_wait(barriers["values"])
         y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
-        pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
+        pl.when(place.stored)(lambda: plgpu.barrier_wait(barriers["state"]))
         dq = product(shape, (buffers["do"], tiles.transposed(buffers["state"])), init=dq)
         # Without a gate too: `dq` takes the place of what is loaded.
-        plgpu.barrier_wait(loaded["dstate"])
+        plgpu.barrier_wait(barriers["dstate"])
         if plan.gated:
             overlap = product(pair, *_overlap(plan, buffers), init=overlap)
-        if plan.vectors and part == 0:
-            plgpu.barrier_wait(loaded["vectors"])
-        plgpu.barrier_arrive(freed["values"])
-        pl.when(place.last)(lambda: plgpu.barrier_arrive(freed["state"]))
+        if part == 0:
+            _wait_vectors(plan, barriers)
+        plgpu.barrier_arrive(barriers["freed_values"])
+        pl.when(place.last)(lambda: plgpu.barrier_arrive(barriers["freed_state"]))
     return y, dq, overlap
 
 
-def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
+def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
     """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
     shape = (CHUNK, plan.key_block)
-    y, dq, overlap = _query_products(plan, buffers, loaded, freed, place)
+    y, dq, overlap = _query_products(plan, buffers, barriers, place)
     if plan.gated:
-        overlap = _diagonal(overlap)
-    y = jnp.where(tiles.chunk_mask(), y * _weights(plan, buffers), 0.0)
-    pl.when(place.step > 0)(lambda: plgpu.barrier_wait(handed["free"]))
+        overlap = lanes.diagonal(overlap, interpret=plan.interpret)
+    y = lanes.masked(y * _weights(plan, buffers), interpret=plan.interpret)
+    pl.when(place.step > 0)(lambda: plgpu.barrier_wait(barriers["free"]))
     buffers["y"][...] = y.astype(plan.dtype)
     if plan.weighs_keys:
-        plgpu.barrier_wait(loaded["keys"])
+        plgpu.barrier_wait(barriers["keys"])
         beta = tiles.over_rows(tiles.row(buffers["beta"]), shape)
         buffers["beta_k"][...] = (tiles.matrix(buffers["k"]) * beta).astype(plan.dtype)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(handed["ready"])
+    plgpu.barrier_arrive(barriers["ready"])
     if plan.gated:
         dq *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
     if not plan.weighs_keys:
-        plgpu.barrier_wait(loaded["keys"])
+        plgpu.barrier_wait(barriers["keys"])
 
     @_unless(place.last)
     def _():
-        _next_state(plan, buffers, handed)
-        plgpu.barrier_arrive(freed["state"])
+        _next_state(plan, buffers, barriers)
+        plgpu.barrier_arrive(barriers["freed_state"])
 
     own = buffers["y"], buffers[plan.keys]
     dq = plan.scale * tiles.product(shape, own, init=dq, interpret=plan.interpret)
@@ -254,50 +248,48 @@ def _query_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
         buffers["overlap"][...] = overlap
         buffers["db_q"][...] = _dot_rows(buffers["q"], dq)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(freed["keys"])
+    plgpu.barrier_arrive(barriers["freed_keys"])
     _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, place)
 
 
 def _pair_step(plan: Plan, buffers, x):
-    """Stores `-X / scale`; returns `diag(dv u^T)`."""
-    diagonal = _diagonal(x)
-    x = jnp.where(tiles.chunk_mask(operator.gt), x * _weights(plan, buffers), 0.0)
+    """Stores `diag(dv u^T)` and `-X / scale`."""
+    buffers["diagonal"][...] = lanes.diagonal(x, interpret=plan.interpret)
+    x = lanes.masked(x * _weights(plan, buffers), operator.gt, interpret=plan.interpret)
     # Over scale, so that it adds to the products that the scale multiplies.
     buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
     plgpu.commit_smem()
-    return diagonal
 
 
-def _key_products(plan: Plan, buffers, loaded, freed, handed, place: Place):
-    """`u G^T`, `diag(dv u^T)` and `dv S^T`; only the first without the delta rule."""
+def _key_products(plan: Plan, buffers, barriers, place: Place):
+    """`u G^T` and, with the delta rule, `dv S^T`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(tiles.product, interpret=plan.interpret)
-    w = x = r = diagonal = None
-    if plan.vectors:
-        plgpu.barrier_wait(loaded["vectors"])
+    w = x = r = None
+    _wait_vectors(plan, barriers)
     for part in range(plan.value_blocks):
-        plgpu.barrier_wait(loaded["values"])
+        plgpu.barrier_wait(barriers["values"])
         if plan.delta:
-            plgpu.barrier_wait(loaded["dv"])
+            plgpu.barrier_wait(barriers["dv"])
             x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
             if part == plan.value_blocks - 1:
-                diagonal = _pair_step(plan, buffers, x)
-            pl.when(place.stored)(lambda: plgpu.barrier_wait(loaded["state"]))
-            made = functools.partial(plgpu.barrier_wait, handed["made"])
+                _pair_step(plan, buffers, x)
+            pl.when(place.stored)(lambda: plgpu.barrier_wait(barriers["state"]))
+            made = functools.partial(plgpu.barrier_wait, barriers["made"])
             _unless(place.stored)(made)
             r = product(shape, (buffers["dv"], tiles.transposed(buffers["state"])), init=r)
-            read = functools.partial(plgpu.barrier_arrive, handed["read"])
+            read = functools.partial(plgpu.barrier_arrive, barriers["read"])
             _unless(place.last)(read)
-        plgpu.barrier_wait(loaded["dstate"])
+        plgpu.barrier_wait(barriers["dstate"])
         w = product(shape, (buffers["u"], buffers["dstate"]), init=w)
-        plgpu.barrier_arrive(freed["values"])
-        plgpu.barrier_arrive(freed["state"])
-    return w, diagonal, r
+        plgpu.barrier_arrive(barriers["freed_values"])
+        plgpu.barrier_arrive(barriers["freed_state"])
+    return w, r
 
 
-def _of_tokens(plan: Plan, buffers, w, r, divisor):
+def _of_tokens(plan: Plan, buffers, w, r):
     """`u G^T` and `dv S^T` times what their rows have in `W` and in `R`."""
-    weights = [divisor] if plan.weighs_pairs else []
+    weights = [_divisor(tiles.row(buffers["beta"]))] if plan.weighs_pairs else []
     if plan.gated:
         weights += [jnp.exp(buffers["b"][CHUNK - 1] - tiles.row(buffers["b"]))]
     if weights:
@@ -310,24 +302,24 @@ def _of_tokens(plan: Plan, buffers, w, r, divisor):
     return w, r
 
 
-def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
+def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
     """`dk` and the gradients of the gates of one chunk."""
     shape = (CHUNK, plan.key_block)
     product = functools.partial(tiles.product, interpret=plan.interpret)
     # `W / scale` or, where pairs are weighed, `beta W / scale`; `-R / scale`.
-    w, diagonal, r = _key_products(plan, buffers, loaded, freed, handed, place)
-    beta = tiles.row(buffers["beta"]) if plan.delta else None
-    divisor = _divisor(beta) if plan.weighs_pairs else None
-    w, r = _of_tokens(plan, buffers, w, r, divisor)
-    plgpu.barrier_wait(loaded["keys"])
+    w, r = _key_products(plan, buffers, barriers, place)
+    w, r = _of_tokens(plan, buffers, w, r)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_wait(barriers["keys"])
     # What the other warpgroup waits for is done as soon as can be after what this one waits for.
-    ready = functools.partial(plgpu.barrier_wait, handed["ready"])
-    free = functools.partial(plgpu.barrier_arrive, handed["free"])
+    ready = functools.partial(plgpu.barrier_wait, barriers["ready"])
+    free = functools.partial(plgpu.barrier_arrive, barriers["free"])
     if plan.weighs_keys:
         ready()
     keys = buffers[plan.keys]
     if plan.gated:
-        db_write = _dot_rows(keys, w)
+        # At once, and `beta` is loaded again below, as registers are short here.
+        buffers["db_write"][...] = _dot_rows(keys, w)
     pairs = [(tiles.transposed(buffers["y"]), buffers["q"])]
     if plan.delta:
         pairs += [(tiles.transposed(buffers["x"]), buffers["k"])]
@@ -341,44 +333,48 @@ def _key_step(plan: Plan, refs, buffers, loaded, freed, handed, place: Place):
         write = _dot_rows(keys, w)
     if plan.gated:
         db = -write
+    names = ["dk"]
     if plan.delta:
+        beta = tiles.row(buffers["beta"])
+        divisor = _divisor(beta)
         dbeta = write / divisor if plan.weighs_pairs else _dot_rows(buffers["k"], w)
         if plan.gated:
             db += _dot_rows(buffers["k"], r)
     if plan.weighs_keys:
         plgpu.commit_smem()
         free()
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    names = ["dk"]
     if plan.delta:
         own = beta / divisor if plan.weighs_pairs else beta
         w = w * tiles.over_rows(own, shape) + r
         dbeta *= plan.scale
-        other = diagonal / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
+        other = tiles.row(buffers["diagonal"]) / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
         both = DIAGONAL * other + (1 - DIAGONAL) * dbeta
         buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, both, dbeta)
         names += ["dbeta"]
     buffers["dk"][...] = (plan.scale * w).astype(plan.dtype)
     if plan.gated:
-        buffers["db_write"][...] = db_write
         buffers["db_k"][...] = plan.scale * db
         names += ["db_k", "db_write"]
     plgpu.commit_smem()
-    plgpu.barrier_arrive(freed["keys"])
+    plgpu.barrier_arrive(barriers["freed_keys"])
     _store(buffers, names, refs, plan, place)
 
 
 def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded, single, freed = args
-    handed = {name: single.at[i] for i, name in enumerate(SINGLE)}
-    freed = {name: freed.at[i] for i, name in enumerate(FREED)}
-    loaded = loaded | handed
+    *refs, buffers, every = args
+    barriers = {
+        name: every[arrivals].at[i]
+        for arrivals, names in plan.barriers.items()
+        for i, name in enumerate(names)
+    }
     refs = dict(zip(names, refs, strict=True))
     refs |= {name: refs[place] for name, place in plan.in_place.items()}
-    program, role = lax.axis_index("program"), lax.axis_index("role")
-    items = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+    role = lax.axis_index("role")
 
-    def walk(work, *barriers):
+    def walk(work):
+        program = lax.axis_index("program")
+        items = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+
         def run(i, step):
             item = program + i * plan.programs
             length = plan.length(item)
@@ -389,7 +385,7 @@ def _body(plan: Plan, names, *args):
                 at = slice(None) if work is _load else lax.rem(step, 2)
                 own |= {x: buffers[x].at[at] for x in plan.vectors}
                 ends = (turn == 0, turn + 1 == length) if plan.stride > 1 else (True, True)
-                work(plan, refs, own, *barriers, Place(item, turn, step, *ends))
+                work(plan, refs, own, barriers, Place(item, turn, step, *ends))
                 return step + 1
 
             return lax.fori_loop(0, length, chunk, step)
@@ -398,23 +394,23 @@ def _body(plan: Plan, names, *args):
 
     @pl.when(role == 0)
     def _():
-        plgpu.set_max_registers(232, action="increase")
-        walk(_query_step, loaded, freed, handed)
-        plgpu.barrier_wait(handed["free"])
+        plgpu.set_max_registers(240, action="increase")
+        walk(_query_step)
+        plgpu.barrier_wait(barriers["free"])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 1)
     def _():
-        plgpu.set_max_registers(232, action="increase")
-        walk(_key_step, loaded, freed, handed)
+        plgpu.set_max_registers(240, action="increase")
+        walk(_key_step)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 2)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
-        walk(_load, loaded, freed)
-        for last in freed.values():
-            plgpu.barrier_wait(last)
+        plgpu.set_max_registers(24, action="decrease")
+        walk(_load)
+        for name in ("freed_values", "freed_state", "freed_keys"):
+            plgpu.barrier_wait(barriers[name])
 
 
 def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):

@@ -88,26 +88,25 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     """The chunks of one warpgroup's columns."""
 
-    def store_cotangent(tokens):
+    def store_cotangent(tile, tokens):
         # Asked for again: held in a register over the loop, it would make others spill.
-        part = lax.rem(lax.axis_index("program"), plan.slices)
-        plane = part * plan.columns + lax.axis_index("role")
+        plane = serial.plane(plan)
         for i, name in enumerate(memory.planes_of(plan.value_dim)):
             target = refs[name].at[batch, tokens, head]
-            store = functools.partial(plgpu.copy_smem_to_gmem, own["state"], target)
+            store = functools.partial(plgpu.copy_smem_to_gmem, tile, target)
             pl.when(plane == i)(store)
 
     def step(i, state):
-        chunk = plan.chunks - 1 - i
+        chunk, tile = plan.chunks - 1 - i, own()["state"]
         # The stores of the chunk before read the tiles that this one fills.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for rows, block in zip(plan.rows, state, strict=True):
-            target, low = own["state"].at[:, rows], block.astype(plan.dtype)
-            tiles.store_transposed(target, low, interpret=plan.interpret)
+            low = block.astype(plan.dtype)
+            tiles.store_transposed(tile.at[:, rows], low, interpret=plan.interpret)
         plgpu.commit_smem()
         tokens = pl.ds(chunk * CHUNK, CHUNK)
         if not plan.only_state:
-            store_cotangent(tokens)
+            store_cotangent(tile, tokens)
         tile = turns.wait(i)
         tokens = (batch, tokens, head, columns)
         state = _chunk(plan, refs, tile, lambda: turns.wait_scores(i), tokens, list(state))

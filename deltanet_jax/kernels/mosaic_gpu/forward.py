@@ -125,11 +125,11 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
 
     def keep_state(state):
         for block, keys in zip(state, plan.key_blocks, strict=True):
-            _keep(plan, own["state"].at[keys], block)
+            _keep(plan, own()["state"].at[keys], block)
 
     def save_state(chunk):
         target = refs["states"].at[batch, lax.div(chunk, plan.stride), head, :, columns]
-        plgpu.copy_smem_to_gmem(own["state"], target)
+        plgpu.copy_smem_to_gmem(own()["state"], target)
 
     def step(chunk, state):
         tile = turns.wait(chunk)
@@ -146,7 +146,7 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         if plan.save:
             pl.when(kept)(lambda: save_state(chunk + 1))
             if plan.delta:
-                plgpu.copy_smem_to_gmem(own["u"], refs["u"].at[tokens])
+                plgpu.copy_smem_to_gmem(tile["u"], refs["u"].at[tokens])
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]

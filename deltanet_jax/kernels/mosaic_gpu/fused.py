@@ -30,7 +30,7 @@ CHUNK = tiles.CHUNK
 SERVERS = 2  # warpgroups that prepare, and that compute
 KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
 # Of a warpgroup that computes, and of one that prepares, by K = V.
-REGISTERS = {128: (176, 80), 64: (168, 88)}
+REGISTERS = {128: (184, 72), 64: (168, 88)}
 
 
 def covers(k, v, *, save: bool) -> bool:
@@ -133,7 +133,7 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
         prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
         plgpu.barrier_wait(barriers["q"].at[server])
         scores = tiles.decayed(plan, tile, tiles.overlaps(tile, "q", load_following))
-        scores = lanes.lower_triangle(scores, interpret=plan.interpret)
+        scores = lanes.masked(scores, interpret=plan.interpret)
         buffers["scores"].at[server][...] = scores.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers["ready"].at[server])
@@ -210,7 +210,7 @@ def _body(plan: Plan, walk, names, *args):
         batch, head = _place(plan, role)
         columns = pl.ds(lax.rem(role, plan.columns) * WIDTH, WIDTH)
         turns = _turns(plan, refs, buffers, barriers, (batch, head, columns), role)
-        walk(plan, refs, {}, turns, batch, head, columns)
+        walk(plan, refs, dict, turns, batch, head, columns)
         plgpu.barrier_arrive(barriers["end"])
 
     @pl.when(role >= SERVERS)

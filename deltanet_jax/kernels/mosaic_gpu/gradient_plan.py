@@ -93,6 +93,23 @@ class Plan:
         """
         return (1,) if max(self.key_dim, self.value_dim) > 64 else ()
 
+    @property
+    def barriers(self) -> dict[int, tuple[str, ...]]:
+        """By the arrivals that each waits for.
+
+        Loads arrive where their tile is named, both warpgroups where they free some, and one of
+        them where it is `ready`, or is `free` of, the tile of `Y`, or has `read` a state or `made`
+        the next.
+        """
+        arrivals = dict.fromkeys(("dv", "state", "ready", "free", "read", "made"), 1)
+        arrivals |= dict.fromkeys(("values", "keys"), 2) | {"dstate": len(self.planes[0])}
+        arrivals |= dict.fromkeys(("freed_values", "freed_state", "freed_keys"), 2)
+        arrivals |= dict.fromkeys(self.vectors[::2], 2)
+        return {
+            count: tuple(name for name, own in arrivals.items() if own == count)
+            for count in sorted(set(arrivals.values()))
+        }
+
     def locate(self, item):
         """Batch, run, head and block of K of one work item."""
         block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)

@@ -4,6 +4,7 @@ Written against the layer below Pallas; the interpreter gets the same results fr
 """
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 __all__ = [
     "BLOCK",
     "WARP",
+    "diagonal",
+    "first_place",
     "halves",
-    "lower_triangle",
+    "masked",
     "rest",
     "rounded",
+    "selected",
     "store_rows",
     "thread_index",
     "widened",
@@ -66,38 +70,72 @@ def _zero(ctx):
     return fa.FragmentedArray.splat(value, (), is_signed=True)
 
 
-def lower_triangle(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """`[C, C]` float32 with zeros above the diagonal."""
+def masked(x: jax.Array, holds=operator.ge, *, interpret: bool) -> jax.Array:
+    """`[C, C]` float32 with zeros at the pairs `[i, j]` of tokens unless `holds(i, j)`.
+
+    A mask of two index arrays would take about forty registers, which the compiler holds over a
+    loop; here it is one number, and each register of `x` compares it with a constant.
+    """
     if interpret:
-        return jnp.tril(x)
+        i, j = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in range(2))
+        return jnp.where(holds(i, j), x, 0.0)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_lower)(x)
+    body = functools.partial(_mask, holds=holds)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(body)(x)
 
 
-def _lower(ctx, x):
-    """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
+def diagonal(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Of `[C, C]` float32, over the rows."""
+    return masked(x, operator.eq, interpret=interpret).sum(axis=1)
+
+
+def _mask(ctx, x, *, holds):
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    del ctx
+    compare = arith.CmpIPredicate
+    predicate = {operator.ge: compare.sge, operator.gt: compare.sgt, operator.eq: compare.eq}
+    row, column = first_place()
+    ahead, i32 = arith.subi(row, column), ir.IntegerType.get_signless(32)
+    return selected(x, lambda i, j: arith.cmpi(predicate[holds], ahead, utils.c(j - i, i32)))
+
+
+def first_place() -> tuple:
+    """Row and column of the first number that a thread has of an array in registers."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, gpu
+
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(CHUNK // BLOCK, i32))
+    lane = arith.remui(thread, utils.c(WARP, i32))
+    row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(QUAD, i32)))
+    return row, arith.muli(arith.remui(lane, utils.c(QUAD, i32)), utils.c(2, i32))
+
+
+def selected(x, holds):
+    """`x` with zeros unless `holds(i, j)`, `i` rows and `j` columns after the thread's first.
+
+    `holds` returns a predicate, or `None` where it holds for no thread. No bit of `i` or `j` is
+    set in the row or the column of the first number.
+    """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
 
-    del ctx
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    thread = thread_index()
-    warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(CHUNK // BLOCK, i32))
-    lane = arith.remui(thread, utils.c(WARP, i32))
-    row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(QUAD, i32)))
-    column = arith.muli(arith.remui(lane, utils.c(QUAD, i32)), utils.c(2, i32))
-    ahead = arith.subi(row, column)
+    zero = utils.c(0.0, ir.F32Type.get())
     registers = x.registers.copy()
     flat = registers.reshape(-1, 2)
     for (block, half), register in np.ndenumerate(flat):
         entries = []
         for at in range(2):
-            least = 8 * block + at - 8 * half
-            inside = arith.cmpi(arith.CmpIPredicate.sge, ahead, utils.c(least, i32))
+            inside = holds(8 * half, 8 * block + at)
             entry = vector.extract(register, dynamic_position=[], static_position=[at])
-            entries.append(arith.select(inside, entry, utils.c(0.0, f32)))
+            entries.append(zero if inside is None else arith.select(inside, entry, zero))
         flat[block, half] = vector.from_elements(register.type, entries)
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 

@@ -1,8 +1,9 @@
 """What the two serial kernels share: how heads and columns map to programs, and the loads.
 
-A program walks over the chunks of one head. Columns of V never meet, so each of its
-warpgroups owns 64 of them and shares `q`, `k` and the inverse with the others; the last
-warpgroup issues loads, one or two chunks ahead, and computes the scores of each chunk.
+An item of work is the chunks of one head. Columns of V never meet, so each warpgroup owns 64 of
+them and shares `q`, `k` and the inverse with the others of its item; one more warpgroup issues
+loads, one or two chunks ahead, and computes the scores of each chunk. Most programs have one item,
+those of small heads two, which share a multiprocessor and nothing else.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ __all__ = [
     "inputs_of",
     "launch",
     "plan_for",
+    "plane",
     "vectors_of",
 ]
 
@@ -60,6 +62,19 @@ class Plan:
     @property
     def slices(self) -> int:
         return (self.value_dim + self.map_dim) // (self.columns * WIDTH)
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.heads * self.slices
+
+    @property
+    def side_by_side(self) -> int:
+        """Items of a program; two programs of one would have fewer registers to share out."""
+        small = (self.key_dim, self.columns) == (64, 1)
+        # Of a delta rule beside channels' gates, shared memory does not hold two with what is
+        # kept for the backward, nor two of the backward.
+        small &= not (self.channels and self.delta and (self.save or self.reverse))
+        return 2 if small and self.items > MULTIPROCESSORS else 1
 
     @property
     def stride(self) -> int:
@@ -115,19 +130,16 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Chunks in shared memory; with two, two programs share a multiprocessor at K = V = 64."""
+        """Chunks of an item in shared memory, which has two items at K = V = 64."""
         roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
         roomy |= self.key_dim == 128 and not self.save and not self.reverse
         return 3 if roomy and not self.channels else 2
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a warpgroup that computes, and of the one that serves; at most 504 in all.
-
-        At K = 64 two programs share a multiprocessor, whose threads then have 128.
-        """
-        if self.key_dim == 64:
-            return 128, 104
+        """Of a warpgroup that computes, and of one that serves; 504 or 512 in all."""
+        if self.side_by_side == 2:
+            return 168, 88
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
@@ -197,22 +209,61 @@ def plan_for(
 
 def _stages(plan: Plan, values: str) -> dict:
     tile = functools.partial(tiles.tile, dtype=plan.dtype)
-    keys = tile(plan.stages, CHUNK, plan.key_dim)
-    buffers = dict.fromkeys(plan.key_tiles, keys)
-    buffers[values] = tile(plan.stages, plan.columns, CHUNK, WIDTH)
+    stages = plan.side_by_side * plan.stages
+    buffers = dict.fromkeys(plan.key_tiles, tile(stages, CHUNK, plan.key_dim))
+    buffers[values] = tile(stages, plan.columns, CHUNK, WIDTH)
     if plan.score_tiles:
-        buffers |= {"scores": tile(plan.score_tiles, CHUNK, CHUNK)}
-    buffers |= dict.fromkeys(plan.pair_tiles, tile(plan.stages, CHUNK, CHUNK))
+        buffers |= {"scores": tile(plan.side_by_side * plan.score_tiles, CHUNK, CHUNK)}
+    buffers |= dict.fromkeys(plan.pair_tiles, tile(stages, CHUNK, CHUNK))
     sizes = dict.fromkeys(plan.vectors, CHUNK)
     if plan.channels:
         sizes["kept"] = plan.key_dim
-    return buffers | {x: plgpu.SMEM((plan.stages, n), jnp.float32) for x, n in sizes.items()}
+    return buffers | {x: plgpu.SMEM((stages, n), jnp.float32) for x, n in sizes.items()}
 
 
-def _load(plan: Plan, values: str, refs, buffers, loaded, place, i) -> None:
+def _seat(plan: Plan):
+    """The place of this warpgroup's item in its program.
+
+    Asked for again wherever it is needed, see `lanes.zero`.
+    """
+    if plan.side_by_side == 1:
+        return 0
+    return lax.rem(lax.axis_index("role"), plan.side_by_side)
+
+
+def _item(plan: Plan):
+    return lax.axis_index("program") * plan.side_by_side + _seat(plan)
+
+
+def _place(plan: Plan) -> tuple:
+    """Batch, head and first columns of V of this warpgroup's item."""
+    head, part = lax.div(_item(plan), plan.slices), lax.rem(_item(plan), plan.slices)
+    return lax.div(head, plan.heads), lax.rem(head, plan.heads), part * plan.columns
+
+
+def _column(plan: Plan):
+    """The place of this warpgroup's columns of V among those of its item in its program."""
+    return lax.rem(lax.axis_index("role"), plan.columns)
+
+
+def plane(plan: Plan):
+    """The place of this warpgroup's columns of V among those of its head."""
+    return _place(plan)[2] + _column(plan)
+
+
+def _stage(plan: Plan, i):
+    """The place of the i-th chunk of this warpgroup's item in shared memory."""
+    return _seat(plan) * plan.stages + lax.rem(i, plan.stages)
+
+
+def _score_tile(plan: Plan, i):
+    return _seat(plan) * plan.score_tiles + lax.rem(i, plan.score_tiles)
+
+
+def _load(plan: Plan, values: str, refs, buffers, loaded, i) -> None:
     """Issues the loads of the i-th chunk."""
-    batch, head, first = place
-    stage = lax.rem(i, plan.stages)
+    batch, head, first = _place(plan)
+    stage = _stage(plan, i)
     chunk = plan.chunks - 1 - i if plan.reverse else i
 
     def copy(name, *index, part=()):
@@ -236,11 +287,11 @@ def _serve(plan: Plan, load, buffers, barriers):
     ahead = plan.stages - 1
 
     def pair(i):
-        stage = lax.rem(i, plan.stages)
+        stage = _stage(plan, i)
         plgpu.barrier_wait(loaded.at[stage])
         tile = {x: buffers[x].at[stage] for x in (*plan.key_tiles, *plan.vectors)}
         scores = tiles.scores(plan, tile).astype(plan.dtype)
-        at = lax.rem(i, plan.score_tiles)
+        at = _score_tile(plan, i)
         buffers["scores"].at[at][...] = scores
         plgpu.commit_smem()
         plgpu.barrier_arrive(ready.at[at])
@@ -249,7 +300,7 @@ def _serve(plan: Plan, load, buffers, barriers):
         # With two tiles the scores are ready before their chunk begins.
         if plan.score_tiles == 2:
             pair(i)
-        last = lax.rem(i + ahead, plan.stages)
+        last = _stage(plan, i + ahead)
         pl.when(i > 0)(lambda: plgpu.barrier_wait(freed.at[last]))
         pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
         if plan.score_tiles == 1:
@@ -258,49 +309,56 @@ def _serve(plan: Plan, load, buffers, barriers):
     for i in range(min(ahead, plan.chunks)):
         load(i)
     lax.fori_loop(0, plan.chunks, step, None)
-    plgpu.barrier_wait(freed.at[(plan.chunks - 1) % plan.stages])
+    plgpu.barrier_wait(freed.at[_stage(plan, plan.chunks - 1)])
 
 
 def _body(plan: Plan, walk, values: str, names, *args):
-    *refs, buffers, loaded, ready, freed = args
+    *refs, buffers, loaded, ready, freed, end = args
     refs = dict(zip(names, refs, strict=True))
-    role, item = lax.axis_index("role"), lax.axis_index("program")
-    part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
-    batch, head, first = lax.div(item, plan.heads), lax.rem(item, plan.heads), part * plan.columns
-    load = functools.partial(
-        _load, plan, values, refs, buffers["stages"], loaded, (batch, head, first)
-    )
+    role, computing = lax.axis_index("role"), plan.side_by_side * plan.columns
+    # The last program may have one item fewer.
+    present = _item(plan) < plan.items if plan.items % plan.side_by_side else True
+    load = functools.partial(_load, plan, values, refs, buffers["stages"], loaded)
 
-    @pl.when(role < plan.columns)
+    @pl.when(role < computing)
     def _():
         plgpu.set_max_registers(plan.registers[0], action="increase")
-        columns = pl.ds((first + role) * WIDTH, WIDTH)
-        own = {x: ref.at[role] for x, ref in buffers["own"].items()}
 
         def wait(i):
-            stage = lax.rem(i, plan.stages)
+            stage = _stage(plan, i)
             plgpu.barrier_wait(loaded.at[stage])
             computed = ("scores",) if plan.score_tiles else ()
             tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x not in computed}
             if plan.score_tiles:
-                tile["scores"] = buffers["stages"]["scores"].at[lax.rem(i, plan.score_tiles)]
-            again = lax.axis_index("role")  # see `lanes.zero`
-            tile[values] = buffers["stages"][values].at[stage, again]
-            return tile | {x: ref.at[again] for x, ref in buffers["own"].items()}
+                tile["scores"] = buffers["stages"]["scores"].at[_score_tile(plan, i)]
+            tile[values] = buffers["stages"][values].at[stage, _column(plan)]
+            return tile | own()
+
+        def own():
+            # Asked for again wherever they are needed, see `lanes.zero`.
+            return {x: ref.at[lax.axis_index("role")] for x, ref in buffers["own"].items()}
 
         def wait_scores(i):
             if plan.score_tiles:
-                plgpu.barrier_wait(ready.at[lax.rem(i, plan.score_tiles)])
+                plgpu.barrier_wait(ready.at[_score_tile(plan, i)])
 
         def free(i):
-            plgpu.barrier_arrive(freed.at[lax.rem(i, plan.stages)])
+            plgpu.barrier_arrive(freed.at[_stage(plan, i)])
 
-        walk(plan, refs, own, Turns(wait, wait_scores, free), batch, head, columns)
+        @pl.when(present)
+        def _():
+            batch, head, _ = _place(plan)
+            columns = pl.ds(plane(plan) * WIDTH, WIDTH)
+            walk(plan, refs, own, Turns(wait, wait_scores, free), batch, head, columns)
 
-    @pl.when(role == plan.columns)
+        plgpu.barrier_arrive(end)
+
+    @pl.when(role >= computing)
     def _():
         plgpu.set_max_registers(plan.registers[1], action="decrease")
-        _serve(plan, load, buffers["stages"], (loaded, ready, freed))
+        pl.when(present)(lambda: _serve(plan, load, buffers["stages"], (loaded, ready, freed)))
+        # Those that serve stay: a warpgroup that leaves while another still multiplies faults.
+        plgpu.barrier_wait(end)
 
 
 def launch(
@@ -312,8 +370,8 @@ def launch(
     Args:
         name: Of the kernel, in profiles.
         plan: The launch.
-        walk: `(plan, refs, own tiles, turns, batch, head, columns)`, with chunks counted in the
-            order of the walk.
+        walk: `(plan, refs, own, turns, batch, head, columns)`, where `own` returns the tiles of
+            that name, and chunks are counted in the order of the walk.
         inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
         outputs: Shapes by name.
         own: Scratch of each computing warpgroup: shapes of tiles by name.
@@ -326,7 +384,8 @@ def launch(
         Arrays by the names of `outputs`.
     """
     names = (*inputs, *outputs)
-    tile = functools.partial(tiles.tile, plan.columns, dtype=plan.dtype)
+    computing, items = plan.side_by_side * plan.columns, plan.side_by_side
+    tile = functools.partial(tiles.tile, computing, dtype=plan.dtype)
     buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
     copies = len(plan.key_tiles + plan.pair_tiles + plan.vectors) + plan.columns
     kernel = plgpu.kernel(
@@ -334,13 +393,14 @@ def launch(
         out_type=tuple(outputs.values()),
         scratch_types=(
             buffers,
-            plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
-            plgpu.Barrier(num_barriers=plan.score_tiles or 1),
-            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=plan.stages),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=items * plan.stages),
+            plgpu.Barrier(num_barriers=items * (plan.score_tiles or 1)),
+            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=items * plan.stages),
+            plgpu.Barrier(num_arrivals=computing),
         ),
-        grid=(plan.batch * plan.heads * plan.slices,),
+        grid=(-(-plan.items // items),),
         grid_names=("program",),
-        num_threads=plan.columns + 1,
+        num_threads=computing + items,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=not barriers

@@ -3,7 +3,6 @@
 Imported lazily by the wrappers, because Pallas Mosaic GPU is not needed to import the package.
 """
 
-import operator
 from collections.abc import Callable
 
 import jax
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deltanet_jax.kernels.mosaic_gpu import lanes
 from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = [
     "CHUNK",
     "accumulate",
-    "chunk_mask",
     "column",
     "decayed",
     "load_f32",
@@ -121,14 +120,6 @@ def over_columns(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, [1]), MATRIX)
 
 
-def chunk_mask(holds=operator.ge) -> jax.Array:
-    """The pairs `[i, j]` of tokens of a chunk where `holds(i, j)`; the causal ones by default."""
-    shape = (CHUNK, CHUNK)
-    i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
-    j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-    return holds(i, j)
-
-
 def load_transposed(ref, *, interpret) -> jax.Array:
     """The transpose of a 16-bit tile, as float32 registers."""
     if interpret:
@@ -224,5 +215,5 @@ def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
 
 
 def scores(plan, tile) -> jax.Array:
-    """`tril(D * (q k^T))` of a chunk, in fewer instructions than `lanes` masks it."""
-    return jnp.where(chunk_mask(), decayed(plan, tile, overlaps(tile, "q")), 0.0)
+    """`tril(D * (q k^T))` of a chunk."""
+    return lanes.masked(decayed(plan, tile, overlaps(tile, "q")), interpret=plan.interpret)

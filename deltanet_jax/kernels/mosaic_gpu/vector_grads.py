@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import memory, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.backward_grads import SMALL_BETA
 from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
 
@@ -78,10 +78,6 @@ def _scratch(plan: Plan):
     return buffers, loaded
 
 
-def _diagonal(x: jax.Array) -> jax.Array:
-    return jnp.where(tiles.chunk_mask(operator.eq), x, 0.0).sum(axis=1)
-
-
 def _settle() -> None:
     """All warps are past their products, and no store reads shared memory any more."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -93,7 +89,7 @@ def _dot_rows(x, y) -> jax.Array:
     return sum((tiles.matrix(x.at[at]) * tiles.matrix(y.at[at])).sum(axis=1) for at in parts)
 
 
-def _pairs(refs, buffers, loaded, place, name: str, x: jax.Array, factor: float):
+def _pairs(plan: Plan, refs, buffers, loaded, place, name: str, x: jax.Array, factor: float):
     """Stores `factor * x * beta_j`; returns the diagonal of `forward^T x`, with the delta rule."""
     weighted = x * factor
     if "beta" in buffers:
@@ -108,7 +104,7 @@ def _pairs(refs, buffers, loaded, place, name: str, x: jax.Array, factor: float)
         return None
     plgpu.barrier_wait(loaded["third"])
     pair = tiles.transposed(buffers["third"]), buffers["first"]
-    return _diagonal(tiles.product(SQUARE, pair))
+    return lanes.diagonal(tiles.product(SQUARE, pair), interpret=plan.interpret)
 
 
 def _body(plan: Plan, names, *args):
@@ -136,14 +132,14 @@ def _body(plan: Plan, names, *args):
     load_states(0)
     plgpu.barrier_wait(loaded["values"])
     right = tiles.transposed(buffers["u"])
-    pairs = functools.partial(_pairs, refs, buffers, loaded, place)
-    y = jnp.where(tiles.chunk_mask(), tiles.product(SQUARE, (buffers["do"], right)), 0.0)
+    pairs = functools.partial(_pairs, plan, refs, buffers, loaded, place)
+    y = lanes.masked(tiles.product(SQUARE, (buffers["do"], right)), interpret=plan.interpret)
     diagonal = pairs("scores", y, plan.scale)
     dbeta = jnp.zeros((CHUNK,), jnp.float32)
     beta = None
     if plan.delta:
         x = tiles.product(SQUARE, (buffers["dv"], right))
-        x = jnp.where(tiles.chunk_mask(operator.gt), x, 0.0)
+        x = lanes.masked(x, operator.gt, interpret=plan.interpret)
         dbeta = plan.scale * diagonal - pairs("overlaps", x, -1.0)
         beta = tiles.row(buffers["beta"])
 

@@ -82,15 +82,15 @@ def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
         columns = x[:, block * BLOCK : (block + 1) * BLOCK]
         within = jnp.where(row_block == block, columns, within)
     for size in ladder.BETWEEN:
-        share = jnp.where(ladder.pairs(size), x, 0.0)
+        share = ladder.at_pairs(x, size, interpret=plan.interpret)
         buffers[f"{name}{size}"][...] = share.astype(plan.dtype)
     return within
 
 
 def _level_within(plan: Plan, panels, size: int, queries, keys):
     """`dq'` and `dk'` of one size below 16."""
-    mask = ladder.pairs(size, BLOCK)
-    scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.dtype) for x in panels)
+    shares = (ladder.at_pairs(x, size, interpret=plan.interpret) for x in panels)
+    scores, *overlaps = (x.astype(plan.dtype) for x in shares)
     terms = [(scores, queries, True)]
     for x in overlaps:
         terms += [(x, keys, False), (x, keys, True)]
@@ -253,7 +253,7 @@ def _body(plan: Plan, names, *args):
     first = placed()
     _load_keys(plan, refs, first, loaded, own, 0)
     panels = _panels(plan, refs, first, loaded, own)
-    diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
+    diagonal = ladder.at_pairs(panels[0], 0, interpret=plan.interpret).sum(axis=1)
     diagonal = tiles.over_rows(diagonal, KEYS)
     lax.fori_loop(0, plan.key_dim // SLICE, step, None)
     plgpu.wait_smem_to_gmem(0)
