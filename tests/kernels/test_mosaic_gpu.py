@@ -95,6 +95,40 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case, size):
     assert launches
 
 
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"T": 200, "HV": 3},
+        {"T": 60, "HV": 2},
+        {"T": 200, "HV": 3, "gate": 0.2, "segments": True},
+        {"T": 200, "HV": 3, "gate": 0.2, "channels": True, "delta": False},
+    ],
+    ids=["delta", "one-chunk", "gated-delta", "gla"],
+)
+def test_two_heads_in_a_program_equal_the_recurrence(monkeypatch, case):
+    """With one multiprocessor; of three heads the last has a program for itself."""
+    monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
+    _check(inputs(**case))
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "options", "wanted"),
+    [
+        (132, (64, 64), {}, 1),
+        (133, (64, 64), {}, 2),
+        (133, (64, 64), {"save": True}, 2),
+        (133, (64, 64), {"reverse": True}, 2),
+        (133, (64, 128), {}, 1),
+        (133, (128, 64), {}, 1),
+    ],
+)
+def test_programs_of_small_heads_have_two_where_multiprocessors_have(heads, sizes, options, wanted):
+    q, v = (jax.ShapeDtypeStruct((1, 64, heads, size), "bfloat16") for size in sizes)
+    plan = serial.plan_for(q, v, {}, None, scale=1.0, interpret=None, **options)
+    assert plan.side_by_side == wanted
+
+
 @pytest.mark.parametrize(
     ("heads", "size", "dtype", "save", "wanted"),
     [

@@ -150,7 +150,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
 
     blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX)))
     q, k = load()
-    dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
+    dq = dk = dg = jnp.zeros(KEYS, jnp.float32)
     levels = dict.fromkeys(ladder.SIZES)
     for size in ladder.SIZES:
         factor = blocks.factor
@@ -173,7 +173,8 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
             levels[size] = level
         blocks = ladder.doubled(blocks, size, up)
     wait_cotangents()
-    dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
+    q, k = load()
+    dq, dk, d = _ends(plan, buffers, q, k, blocks, dq + diagonal * k, dk + diagonal * q)
     plgpu.commit_smem()
     load_next()
     for size in reversed(ladder.SIZES):
