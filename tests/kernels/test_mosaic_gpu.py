@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +170,25 @@ def test_no_initial_state_is_one_of_zeros(monkeypatch, pieces, delta):
     del x["initial_state"]
     for name, got in outputs_and_gradients(_run, x, "bfloat16").items():
         np.testing.assert_array_equal(np.asarray(got), np.asarray(zeros[name]))
+
+
+@interpreted
+@pytest.mark.parametrize("used", ["o", "state"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_result_that_is_not_used_has_a_cotangent_of_zeros(monkeypatch, pieces, used):
+    monkeypatch.setattr(split, "pieces_of", lambda *sizes: pieces)
+    arrays = {name: jnp.asarray(value) for name, value in inputs(T=128).items()}
+
+    def results(arrays):
+        return dict(zip(("o", "state"), _run(problem(arrays)), strict=True))
+
+    (o, state), pull = jax.vjp(lambda arrays: _run(problem(arrays)), arrays)
+    cotangents = {"o": jnp.ones_like(o), "state": jnp.ones_like(state)}
+    zeros = jax.tree.map(jnp.zeros_like, cotangents)
+    (want,) = pull(tuple((zeros | {used: cotangents[used]}).values()))
+    got = jax.grad(lambda arrays: jnp.sum(results(arrays)[used].astype(jnp.float32)))(arrays)
+    chex.assert_trees_all_equal(got, want)
+    assert all(bool(jnp.any(x != 0)) for name, x in got.items() if name != "q" or used == "o")
 
 
 @interpreted

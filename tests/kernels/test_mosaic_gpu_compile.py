@@ -40,25 +40,20 @@ device_description_str: "NVIDIA H200"
 """
 
 
-# Most bytes that a thread stores for want of registers, on jax 0.11.2 and 0.12.0.1; others none.
-# They differ by 8 from one compilation of the same kernel to the next, for which there is room:
-# 104, 12, 64, 20, 40 and 8 were seen of those with a gate at K = 64, of K = 256, and of channels.
-KNOWN_SPILLS = {
-    (64, "delta"): {"run_states": 56},
-    (64, "gated-delta"): {"run_states": 112},
-    (256, "delta"): {"chunk_gradients": 20},
-    (256, "gated-delta"): {"run_states": 28, "chunk_gradients": 72},
-    (64, "kda"): {"run_states": 44, "channel_gradients": 48},
-    (128, "kda"): {"decayed_chunks": 16, "channel_gradients": 48},
-}
-KERNELS = ("chunk_inverses", "run_states", "reverse_states", "chunk_gradients")
-CHANNEL_KERNELS = (
+# Most bytes that a thread stores for want of registers; all other kernels none. They differ by 8
+# from one compilation to the next, for which there is room: 0 and 12 were seen of the former, 0 and
+# 52 of the latter, on jax 0.11.2 and 0.12.0.1.
+KNOWN_SPILLS = {"decayed_chunks": 20, "channel_gradients": 60}
+KERNELS = {"run_states", "reverse_states", "chunk_gradients"}
+DELTA_KERNELS, GATE_KERNELS = {"chunk_inverses"}, {"gate_vectors", "gate_gradient"}
+CHANNEL_KERNELS = {
     "decayed_chunks", "run_states", "reverse_states", "chunk_cotangents", "channel_gradients",
-)  # fmt: skip
+}  # fmt: skip
+# Heads to each of which a program belongs, and those that share programs or multiprocessors.
+SMALL, MANY_SMALL = (1, 128, 2, 64, 64), (16, 2048, 32, 64, 64)
+MIDDLE, MANY = (2, 256, 32, 128, 128), (8, 4096, 16, 128, 128)
 # Of different numbers of chunks and heads: what has been compiled is not compiled again.
-SMALL, MIDDLE, WIDE = (1, 128, 2, 64, 64), (2, 256, 32, 128, 128), (1, 192, 2, 256, 256)
-MANY_SMALL = (16, 2048, 32, 64, 64)
-MANY = (8, 4096, 16, 128, 128)  # chunks: every warpgroup of `decayed_chunks` walks over several
+WIDE, WIDE_VALUES, WIDE_KEYS = (4, 8192, 8, 256, 256), (2, 512, 8, 128, 256), (2, 640, 8, 256, 64)
 
 
 def spills(sizes, kind, capfd, *, backward: bool, dtype=jnp.bfloat16) -> dict[str, int]:
@@ -74,15 +69,17 @@ def spills(sizes, kind, capfd, *, backward: bool, dtype=jnp.bfloat16) -> dict[st
     keys, values = shape(B, T, H, K), shape(B, T, H, V)
     vector = shape(B, T, H, dtype=jnp.float32)
     state = shape(B, H, K, V, dtype=jnp.float32)
-    arrays = {"q": keys, "k": keys, "v": values, "beta": vector, "initial_state": state}
-    if kind == "gated-delta":
+    arrays = {"q": keys, "k": keys, "v": values, "initial_state": state}
+    if kind in ("delta", "gated-delta", "kda"):
+        arrays["beta"] = vector
+    if kind in ("gated-delta", "gated"):
         arrays["g"] = vector
     elif kind == "kda":
         arrays["g"] = shape(B, T, H, K, dtype=jnp.float32)
 
     def run(arrays):
         missing = {"reset": None, "scale": K**-0.5, "precision": None}
-        return mosaic_gpu.chunkwise(Problem(**({"g": None} | arrays | missing)))
+        return mosaic_gpu.chunkwise(Problem(**({"g": None, "beta": None} | arrays | missing)))
 
     def both(arrays, cotangents):
         outputs, pull = jax.vjp(run, arrays)
@@ -105,7 +102,15 @@ def spills(sizes, kind, capfd, *, backward: bool, dtype=jnp.bfloat16) -> dict[st
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
-        *((sizes, kind) for sizes in (SMALL, MIDDLE, WIDE) for kind in ("delta", "gated-delta")),
+        *(
+            (sizes, kind)
+            for sizes in (SMALL, MANY_SMALL, MIDDLE, MANY, WIDE)
+            for kind in ("delta", "gated-delta")
+        ),
+        (WIDE_VALUES, "gated-delta"),
+        (WIDE_KEYS, "gated-delta"),
+        (MANY, "linear"),
+        (MANY_SMALL, "gated"),
         (SMALL, "kda"),
         (MANY, "kda"),
     ],
@@ -113,26 +118,29 @@ def spills(sizes, kind, capfd, *, backward: bool, dtype=jnp.bfloat16) -> dict[st
 )
 def test_forward_and_backward_compile_for_an_h200(sizes, kind, capfd):
     found = spills(sizes, kind, capfd, backward=True)
-    kernels = set(CHANNEL_KERNELS if kind == "kda" else KERNELS)
-    assert set(found) == kernels | (
-        {"gate_vectors", "gate_gradient"} if kind == "gated-delta" else set()
-    )
-    known = KNOWN_SPILLS.get((sizes[3], kind), {})
+    wanted = CHANNEL_KERNELS if kind == "kda" else KERNELS
+    if "delta" in kind:
+        wanted = wanted | DELTA_KERNELS
+    if "gated" in kind:
+        wanted = wanted | GATE_KERNELS
+    # Those of the gates are the same whether there is a delta rule or not.
+    assert wanted - GATE_KERNELS <= set(found) <= wanted
     for name, stores in found.items():
-        assert stores <= known.get(name, 0), f"{name} spills more than is known"
+        assert stores <= KNOWN_SPILLS.get(name, 0), f"{name} spills more than is known"
 
 
-def test_the_inverse_in_float16_compiles_for_an_h200(capfd):
-    """Its products are in bfloat16, so that tiles of two types are in use."""
-    found = spills(SMALL, "delta", capfd, backward=False, dtype=jnp.float16)
-    assert found["chunk_inverses"] == 0
+@pytest.mark.parametrize("sizes", [MANY_SMALL, WIDE], ids=str)
+def test_float16_compiles_for_an_h200(sizes, capfd):
+    """The inverse's products are in bfloat16; its gradients have a tile of the weighed keys."""
+    found = spills(sizes, "gated-delta", capfd, backward=True, dtype=jnp.float16)
+    assert set(found.values()) == {0}
 
 
 @pytest.mark.parametrize("sizes", [MANY, MANY_SMALL], ids=str)
 @pytest.mark.parametrize("kind", ["delta", "gated-delta"])
 def test_the_forward_with_its_inverses_compiles_for_an_h200(sizes, kind, capfd):
-    """Where heads fill the multiprocessors; 4 or 44 bytes at K = 128 with a gate, others none."""
+    """Where heads fill the multiprocessors."""
     found = spills(sizes, kind, capfd, backward=False)
-    assert set(found) == {"run_states"} | ({"gate_vectors"} if kind == "gated-delta" else set())
-    assert found.pop("gate_vectors", 0) == 0
-    assert found["run_states"] <= (64 if kind == "gated-delta" else 12)
+    assert set(found) >= {"run_states"}
+    assert "chunk_inverses" not in found
+    assert set(found.values()) == {0}

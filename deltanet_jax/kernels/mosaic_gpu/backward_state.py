@@ -114,7 +114,9 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         return state
 
     places = [(batch, head, rows, columns) for rows in plan.rows]
-    state = [tiles.load_f32(refs["end"].at[place]) for place in places]
+    state = [tiles.zeros(SHAPE) for _ in places]
+    if "end" in refs:
+        state = [tiles.load_f32(refs["end"].at[place]) for place in places]
     state = lax.fori_loop(0, plan.chunks, step, state)
     if "dstate" in refs:
         for place, block in zip(places, state, strict=True):
@@ -133,7 +135,8 @@ def reverse_states(
         k: The same shape.
         do: Cotangent of the outputs, `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
-        dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32.
+        dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32, or `None` for
+            zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
         channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
@@ -153,14 +156,17 @@ def reverse_states(
         q, do, vectors, channels,
         scale=scale, interpret=interpret, only_state=only_state, reverse=True,
     )  # fmt: skip
-    inputs = {"do": do, "end": dstate} | serial.inputs_of(q, k, inverse, vectors, channels)
+    inputs = {"do": do} | serial.inputs_of(q, k, inverse, vectors, channels)
+    if dstate is not None:
+        inputs |= {"end": dstate}
     own = {"state": (WIDTH, plan.key_dim)}
     if not only_state:
         own |= {"dv": SHAPE}
     if plan.delta:
         own |= {"error": SHAPE}
     shape = jax.ShapeDtypeStruct
-    outputs = {"dstate": shape(dstate.shape, jnp.float32)} if start else {}
+    first = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
+    outputs = {"dstate": shape(first, jnp.float32)} if start else {}
     if not only_state:
         plane = shape((*do.shape[:3], plan.key_dim), do.dtype)
         outputs |= {"dv": shape(do.shape, do.dtype)}

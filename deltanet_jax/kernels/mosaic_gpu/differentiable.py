@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from deltanet_jax import compat
 from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.kernels.mosaic_gpu import split
 from deltanet_jax.kernels.mosaic_gpu.launches import batched
@@ -173,6 +175,11 @@ def _inputs(call: Call, x: Arrays) -> tuple[dict[str, Any], dict[str, jax.Array]
     return inputs | {"beta": beta, "g": x.g}, {}
 
 
+def _zeros_outside(call: Call, states: jax.Array) -> jax.Array:
+    """Zeros in the place of the state of a sequence, of which `states` has one a piece."""
+    return jnp.zeros((states.shape[0] // call.pieces, *states.shape[1:]), jnp.float32)
+
+
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The forward's results, and the inputs of the kernels as the backward reads them."""
     from deltanet_jax.kernels.mosaic_gpu import forward
@@ -189,9 +196,7 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             if state is None:
-                rows, heads, key_dim, _ = maps.shape
-                sizes = (rows // call.pieces, heads, key_dim, v.shape[-1])
-                state = jnp.zeros(sizes, jnp.float32)
+                state = _zeros_outside(call, offsets[..., : v.shape[-1]])
             maps = split.terms_of(maps)
             state = split.chain(
                 state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
@@ -212,16 +217,22 @@ def _run(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
     return out["o"], out["final"]
 
 
-def _run_forward(call: Call, x: Arrays) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    out, inputs = _forward(call, x, save=True)
+def _run_forward(call: Call, x: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    out, inputs = _forward(call, custom_vjp_primal_tree_values(x), save=True)
     o, final = out.pop("o"), out.pop("final")
     return (o, final), inputs | out
 
 
 def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Arrays]:
     do, dfinal = cotangents
+    if isinstance(do, SymbolicZero):
+        do = compat.vary_like(jnp.zeros(do.shape, do.dtype), saved["v"])
+    # Where the final state is not used, as in most training, there are no zeros to load.
+    dstate = None
+    if not isinstance(dfinal, SymbolicZero):
+        dstate = dfinal.astype(jnp.float32) / call.scale
     launch = batched(functools.partial(_backward, call))
-    d = launch(saved, do, dfinal.astype(jnp.float32) / call.scale)
+    d = launch(saved, do, dstate)
     return (
         Arrays(
             _per_key_head(d["q"], saved["q"]),
@@ -235,7 +246,7 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
 
 
 def _backward(
-    call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array
+    call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array | None
 ) -> dict[str, jax.Array | None]:
     """The gradients of the inputs of `_forward`, that of the state over scale."""
     from deltanet_jax.kernels.mosaic_gpu import backward_state
@@ -248,8 +259,8 @@ def _backward(
         scale=call.scale, interpret=call.interpret, **gates,
     )  # fmt: skip
     if call.pieces > 1:
-        zeros = jnp.zeros((q.shape[0], *dstate.shape[1:]), dstate.dtype)
-        offsets = reverse(zeros, only_state=True)["dstate"]
+        offsets = reverse(None, only_state=True)["dstate"]
+        dstate = _zeros_outside(call, offsets) if dstate is None else dstate
         maps = tuple(x.reshape(-1, *x.shape[2:]) for x in maps)
         dstate = split.chain(
             dstate, maps, offsets, call.pieces, reverse=True, interpret=call.interpret
@@ -296,4 +307,4 @@ def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.sum(x.reshape(B, T, H, -1, K), axis=3, dtype=jnp.float32).astype(like.dtype)
 
 
-_run.defvjp(_run_forward, _run_backward)
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
