@@ -394,7 +394,7 @@ def _body(plan: Plan, names, *args):
 
     @pl.when(role == 0)
     def _():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         walk(_query_step)
         plgpu.barrier_wait(barriers["free"])
         plgpu.wait_smem_to_gmem(0)
@@ -407,7 +407,7 @@ def _body(plan: Plan, names, *args):
 
     @pl.when(role == 2)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
         walk(_load)
         for name in ("freed_values", "freed_state", "freed_keys"):
             plgpu.barrier_wait(barriers[name])

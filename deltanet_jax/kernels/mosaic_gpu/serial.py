@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import memory, tiles
+from deltanet_jax.kernels.mosaic_gpu import lanes, memory, tiles
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = [
@@ -309,7 +309,8 @@ def _serve(plan: Plan, load, buffers, barriers):
     for i in range(min(ahead, plan.chunks)):
         load(i)
     lax.fori_loop(0, plan.chunks, step, None)
-    plgpu.barrier_wait(freed.at[_stage(plan, plan.chunks - 1)])
+    last = plan.chunks - 1 + lanes.zero(interpret=plan.interpret)
+    plgpu.barrier_wait(freed.at[_stage(plan, last)])
 
 
 def _body(plan: Plan, walk, values: str, names, *args):
