@@ -48,17 +48,9 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
         low = block.astype(plan.dtype)
         pairs = [[(low, tiles.transposed(tile[x].at[:, keys]))] for x in names]
         total = tiles.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
-    return {x: _since_start(plan, tile, y) for x, y in zip(names, total, strict=True)}
-
-
-def _since_start(plan: Plan, tile, read: jax.Array, *, late: bool = False) -> jax.Array:
-    """`exp(b)` times what was read.
-
-    At K = 256 that is `late`, where a reading is used: `exp(b)` for both would make others spill.
-    """
-    if not plan.gated or late != (plan.key_dim > 128):
-        return read
-    return read * _over_tokens(tile, "decay")
+    if plan.gated:
+        total = [x * _over_tokens(tile, "decay") for x in total]
+    return dict(zip(names, total, strict=True))
 
 
 def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
@@ -82,7 +74,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
     read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
     write = u = _values(plan, tile, place)
     if plan.delta:
-        error = u - _since_start(plan, tile, read["k"], late=True)
+        error = u - read["k"]
         turns.wait_inverse(chunk)
         u = tiles.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
         if early:
@@ -100,7 +92,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
             turns.free_inverse(chunk)
         turns.wait_scores(chunk)
         pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
-        steps = [(_since_start(plan, tile, read["q"], late=True), [pair])]
+        steps = [(read["q"], [pair])]
     if plan.gated:
         write *= _over_tokens(tile, "rest")
     state = _decayed(plan, tile, state)

@@ -137,13 +137,16 @@ class Plan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a warpgroup that computes, and of one that serves; 504 or 512 in all."""
+        """Of a warpgroup that computes, and of one that serves; at most 512 in all.
+
+        A program of three warpgroups is launched with 504, and a thread has 255 at most.
+        """
         if self.side_by_side == 2:
             return 168, 88
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
-            return 248, 152
+            return 256, 152
         return 200, 104
 
 
