@@ -137,16 +137,15 @@ class Plan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a warpgroup that computes, and of one that serves; at most 512 in all.
-
-        A program of three warpgroups is launched with 504, and a thread has 255 at most.
-        """
+        """Of a warpgroup that computes, and of one that serves; 512 in all, for three 504."""
         if self.side_by_side == 2:
             return 168, 88
         if self.map_dim:
             return 232, 40
         if self.columns == 1:
-            return 256, 152
+            # All that a thread can have is slower but where 248 would spill.
+            full = self.key_dim == 256 and self.gated and self.save
+            return 256 if full else 248, 152
         return 200, 104
 
 
