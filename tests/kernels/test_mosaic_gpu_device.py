@@ -129,9 +129,10 @@ def test_vmap_is_a_larger_batch():
 def test_many_programs_and_scan_and_remat():
     from deltanet_jax import delta_rule
 
+    # More than 65535 programs, of two heads each.
     x = inputs(B=1, T=64, H=1, HV=1)
-    q, k, v = (jnp.tile(jnp.asarray(x[n], jnp.bfloat16), (70000, 1, 1, 1)) for n in "qkv")
-    beta = jnp.tile(jnp.asarray(x["beta"]), (70000, 1, 1))
+    q, k, v = (jnp.tile(jnp.asarray(x[n], jnp.bfloat16), (140000, 1, 1, 1)) for n in "qkv")
+    beta = jnp.tile(jnp.asarray(x["beta"]), (140000, 1, 1))
     o, _ = delta_rule(q, k, v, beta, implementation="pallas")
     assert bool((o == o[:1]).all())
 
