@@ -40,10 +40,11 @@ device_description_str: "NVIDIA H200"
 """
 
 
-# Most bytes that a thread stores for want of registers; all other kernels none. They differ by 8
-# from one compilation to the next, for which there is room: 0 and 12 were seen of the former, 0 and
-# 52 of the latter, on jax 0.11.2 and 0.12.0.1.
-KNOWN_SPILLS = {"decayed_chunks": 20, "channel_gradients": 60}
+# Most bytes that a thread stores for want of registers, on jax 0.12.0.1; others none.
+KNOWN_SPILLS = {
+    (64, "kda"): {"channel_gradients": 40},
+    (128, "kda"): {"decayed_chunks": 8, "channel_gradients": 40},
+}
 KERNELS = {"run_states", "reverse_states", "chunk_gradients"}
 DELTA_KERNELS, GATE_KERNELS = {"chunk_inverses"}, {"gate_vectors", "gate_gradient"}
 CHANNEL_KERNELS = {
@@ -125,14 +126,16 @@ def test_forward_and_backward_compile_for_an_h200(sizes, kind, capfd):
         wanted = wanted | GATE_KERNELS
     # Those of the gates are the same whether there is a delta rule or not.
     assert wanted - GATE_KERNELS <= set(found) <= wanted
+    known = KNOWN_SPILLS.get((sizes[3], kind), {})
     for name, stores in found.items():
-        assert stores <= KNOWN_SPILLS.get(name, 0), f"{name} spills more than is known"
+        assert stores <= known.get(name, 0), f"{name} spills more than is known"
 
 
 @pytest.mark.parametrize("sizes", [MANY_SMALL, WIDE], ids=str)
 def test_float16_compiles_for_an_h200(sizes, capfd):
     """The inverse's products are in bfloat16; its gradients have a tile of the weighed keys."""
     found = spills(sizes, "gated-delta", capfd, backward=True, dtype=jnp.float16)
+    assert set(found) >= KERNELS | DELTA_KERNELS
     assert set(found.values()) == {0}
 
 
@@ -141,6 +144,6 @@ def test_float16_compiles_for_an_h200(sizes, capfd):
 def test_the_forward_with_its_inverses_compiles_for_an_h200(sizes, kind, capfd):
     """Where heads fill the multiprocessors."""
     found = spills(sizes, kind, capfd, backward=False)
-    assert set(found) >= {"run_states"}
-    assert "chunk_inverses" not in found
+    # `gate_vectors` is that of the test above.
+    assert set(found) - {"gate_vectors"} == {"run_states"}
     assert set(found.values()) == {0}

@@ -9,7 +9,6 @@ nothing is subtracted, no factor is above 1, what underflows is 0 and a reset is
 All arrays are `[C, S]`, some channels of one chunk.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
+from deltanet_jax.kernels.mosaic_gpu import tiles
 from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
 
 __all__ = [
@@ -26,9 +25,9 @@ __all__ = [
     "WITHIN",
     "Blocks",
     "Sums",
-    "at_pairs",
     "doubled",
     "gate_gradient",
+    "pairs",
     "single",
     "transposed",
 ]
@@ -77,50 +76,19 @@ def _odd(shape: tuple[int, ...], size: int) -> jax.Array:
     return (row & size) != 0
 
 
-def at_pairs(x: jax.Array, size: int, *, interpret: bool) -> jax.Array:
-    """`x` where token i is in an odd block of `size` and j in the even one before it, else 0.
+def pairs(size: int, width: int = CHUNK) -> jax.Array:
+    """Where token i is in an odd block of `size` and j in the even one before it; i = j for 0.
 
-    Where i = j for size 0. `[C, C]` float32, or `[C, 16]` with the tokens j of i's own 16.
+    `[C, C]`, or `[C, 16]` with the tokens j of i's own 16.
     """
-    if interpret:
-        i, j = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in range(2))
-        differ = ((i & (x.shape[1] - 1)) ^ j) & _from(size)
-        return jnp.where((differ == size) & ((i & size) == size), x, 0.0)
-    layout = tiles.MATRIX
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    body = functools.partial(_at_pairs, size=size)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(body)(x)
-
-
-def _from(size: int) -> int:
-    """The bits of a size and of all above; every bit for size 0."""
-    return -size or -1
-
-
-def _at_pairs(ctx, x, *, size: int):
-    """Compares one number of a thread with a constant for each of its pairs, see `lanes.masked`."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
-    del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    equal = arith.CmpIPredicate.eq
-    row, column = lanes.first_place()
-    row = arith.andi(row, utils.c(x.shape[1] - 1, i32))
-    differ = arith.andi(arith.xori(row, column), utils.c(_from(size), i32))
-    apart = size == BLOCK // 2  # the bit that tells a thread's rows apart
-    if size and not apart:
-        # No row of an even block passes.
-        odd = arith.cmpi(equal, arith.andi(row, utils.c(size, i32)), utils.c(size, i32))
-        differ = arith.select(odd, differ, utils.c(-1, i32))
-
-    def holds(i: int, j: int):
-        if apart and i == 0:
-            return None
-        return arith.cmpi(equal, differ, utils.c(size ^ ((i ^ j) & _from(size)), i32))
-
-    return lanes.selected(x, holds)
+    i, j = (
+        plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=tiles.MATRIX)
+        for axis in (0, 1)
+    )
+    i = i & (width - 1)
+    if size == 0:
+        return i == j
+    return (((i ^ j) & -size) == size) & (i > j)
 
 
 def single(a: jax.Array) -> Blocks:

@@ -17,12 +17,10 @@ __all__ = [
     "BLOCK",
     "WARP",
     "diagonal",
-    "first_place",
     "halves",
     "masked",
     "rest",
     "rounded",
-    "selected",
     "store_rows",
     "thread_index",
     "widened",
@@ -91,51 +89,30 @@ def diagonal(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _mask(ctx, x, *, holds):
+    """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
+    from jaxlib.mlir.dialects import arith, gpu, vector
 
     del ctx
     compare = arith.CmpIPredicate
     predicate = {operator.ge: compare.sge, operator.gt: compare.sgt, operator.eq: compare.eq}
-    row, column = first_place()
-    ahead, i32 = arith.subi(row, column), ir.IntegerType.get_signless(32)
-    return selected(x, lambda i, j: arith.cmpi(predicate[holds], ahead, utils.c(j - i, i32)))
-
-
-def first_place() -> tuple:
-    """Row and column of the first number that a thread has of an array in registers."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, gpu
-
-    i32 = ir.IntegerType.get_signless(32)
+    i32, zero = ir.IntegerType.get_signless(32), utils.c(0.0, ir.F32Type.get())
     thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
     warp = arith.remui(arith.divui(thread, utils.c(WARP, i32)), utils.c(CHUNK // BLOCK, i32))
     lane = arith.remui(thread, utils.c(WARP, i32))
     row = arith.addi(arith.muli(warp, utils.c(BLOCK, i32)), arith.divui(lane, utils.c(QUAD, i32)))
-    return row, arith.muli(arith.remui(lane, utils.c(QUAD, i32)), utils.c(2, i32))
-
-
-def selected(x, holds):
-    """`x` with zeros unless `holds(i, j)`, `i` rows and `j` columns after the thread's first.
-
-    `holds` returns a predicate, or `None` where it holds for no thread. No bit of `i` or `j` is
-    set in the row or the column of the first number.
-    """
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    zero = utils.c(0.0, ir.F32Type.get())
+    column = arith.muli(arith.remui(lane, utils.c(QUAD, i32)), utils.c(2, i32))
+    ahead = arith.subi(row, column)
     registers = x.registers.copy()
     flat = registers.reshape(-1, 2)
     for (block, half), register in np.ndenumerate(flat):
         entries = []
         for at in range(2):
-            inside = holds(8 * half, 8 * block + at)
+            bound = utils.c(8 * block + at - 8 * half, i32)
+            inside = arith.cmpi(predicate[holds], ahead, bound)
             entry = vector.extract(register, dynamic_position=[], static_position=[at])
-            entries.append(zero if inside is None else arith.select(inside, entry, zero))
+            entries.append(arith.select(inside, entry, zero))
         flat[block, half] = vector.from_elements(register.type, entries)
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 

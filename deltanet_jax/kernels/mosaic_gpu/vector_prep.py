@@ -117,7 +117,7 @@ def _scratch(plan: Plan) -> dict:
 def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
     """Adds the pairs of one size within blocks of 16 to `[C, 16]`."""
     product = warp.block_products(x, y, interpret=plan.interpret)
-    return panel + ladder.at_pairs(product, size, interpret=plan.interpret)
+    return jnp.where(ladder.pairs(size, BLOCK), panel + product, panel)
 
 
 def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, jax.Array]:

@@ -82,15 +82,15 @@ def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
         columns = x[:, block * BLOCK : (block + 1) * BLOCK]
         within = jnp.where(row_block == block, columns, within)
     for size in ladder.BETWEEN:
-        share = ladder.at_pairs(x, size, interpret=plan.interpret)
+        share = jnp.where(ladder.pairs(size), x, 0.0)
         buffers[f"{name}{size}"][...] = share.astype(plan.dtype)
     return within
 
 
 def _level_within(plan: Plan, panels, size: int, queries, keys):
     """`dq'` and `dk'` of one size below 16."""
-    shares = (ladder.at_pairs(x, size, interpret=plan.interpret) for x in panels)
-    scores, *overlaps = (x.astype(plan.dtype) for x in shares)
+    mask = ladder.pairs(size, BLOCK)
+    scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.dtype) for x in panels)
     terms = [(scores, queries, True)]
     for x in overlaps:
         terms += [(x, keys, False), (x, keys, True)]
@@ -150,7 +150,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
 
     blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX)))
     q, k = load()
-    dq = dk = dg = jnp.zeros(KEYS, jnp.float32)
+    dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
     levels = dict.fromkeys(ladder.SIZES)
     for size in ladder.SIZES:
         factor = blocks.factor
@@ -173,8 +173,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
             levels[size] = level
         blocks = ladder.doubled(blocks, size, up)
     wait_cotangents()
-    q, k = load()
-    dq, dk, d = _ends(plan, buffers, q, k, blocks, dq + diagonal * k, dk + diagonal * q)
+    dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
     plgpu.commit_smem()
     load_next()
     for size in reversed(ladder.SIZES):
@@ -254,7 +253,7 @@ def _body(plan: Plan, names, *args):
     first = placed()
     _load_keys(plan, refs, first, loaded, own, 0)
     panels = _panels(plan, refs, first, loaded, own)
-    diagonal = ladder.at_pairs(panels[0], 0, interpret=plan.interpret).sum(axis=1)
+    diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
     diagonal = tiles.over_rows(diagonal, KEYS)
     lax.fori_loop(0, plan.key_dim // SLICE, step, None)
     plgpu.wait_smem_to_gmem(0)
