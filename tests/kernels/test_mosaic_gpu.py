@@ -72,8 +72,9 @@ def test_tokens_that_write_nothing_have_a_gradient_of_beta(dtype, gate):
 
 
 @interpreted
-def test_the_hardest_keys_stay_within_8e_3():
-    _check(inputs(T=64, cos=0.9, largest_beta=2.0), limits=(8e-3, 8e-3))
+@pytest.mark.parametrize("gate", [None, 0.1], ids=["delta", "gated-delta"])
+def test_the_hardest_keys_stay_within_8e_3(gate):
+    _check(inputs(T=64, cos=0.9, largest_beta=2.0, gate=gate), limits=(8e-3, 8e-3))
 
 
 @interpreted

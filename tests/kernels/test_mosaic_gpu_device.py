@@ -94,10 +94,13 @@ def test_the_gradient_of_very_strong_gates():
     assert max(found.values()) <= TOLERANCES["bfloat16"].gradient, found
 
 
+@pytest.mark.parametrize("gate", [None, 0.1], ids=["delta", "gated-delta"])
 @pytest.mark.parametrize(("size", "heads"), [(64, 4), (128, 4), (256, 1)])
-def test_the_hardest_keys_stay_within_8e_3(size, heads):
+def test_the_hardest_keys_stay_within_8e_3(size, heads, gate):
     sizes = {"H": heads, "HV": heads, "K": size, "V": size}
-    found = errors(mosaic_gpu.chunkwise, inputs(**HARDEST | sizes))
+    found = errors(mosaic_gpu.chunkwise, inputs(**HARDEST | sizes, gate=gate))
+    # Most of the gradient of `g` cancels: its error depends on the inputs (`docs/gpu.md`).
+    assert found.pop("dg", 0.0) <= TOLERANCES["bfloat16"].gradient
     assert max(found.values()) <= 8e-3, found
 
 

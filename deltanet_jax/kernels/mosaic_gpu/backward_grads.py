@@ -17,8 +17,10 @@ In the sum of `db` that is the gradient of `g`, a pair of tokens counts in the r
 one and against it in the row of the earlier one. Both are taken from the same 16-bit tiles, so
 that where gates are strong nothing is left but what the state carries. In bfloat16 these are `Y
 beta_j`, `X beta_j` and `k`, and `beta W` is summed in the place of `W`; a beta nearer to 0 than
-`SMALLEST_BETA` is replaced by it, so that `W` is known. In float16, which has no room for small
-weights, they are `Y`, `X` and `beta k`.
+`SMALLEST_BETA` is replaced by it, so that `W` is known. With a gate the tiles of pairs are two
+each, of the high and the low halves: where keys are alike, the roundings of `X` alone would be
+most of the error of that sum. In float16, which has no room for small weights, the tiles are `Y`,
+`X` and `beta k`.
 
 A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
 first state of a run is loaded, the next one made in its place: `S' = exp(b_C) S + (beta exp(b_C -
@@ -74,6 +76,8 @@ def _scratch(plan: Plan):
         buffers |= {"dv": tile(*values), "x": tile(*pair)}
         buffers |= {"dbeta": vector, "diagonal": vector}
         buffers |= {plan.keys: tile(*keys)}
+    if plan.halves:
+        buffers |= {"x_low": tile(*pair), "y_low": tile(*pair)}
     if plan.gated:
         buffers |= dict.fromkeys(GATE_PARTS, vector)
     # Two of each: `beta` of one item is still read when the next item's values arrive.
@@ -189,6 +193,19 @@ def _weights(plan: Plan, buffers) -> jax.Array | float:
     return weights
 
 
+def _store_pairs(plan: Plan, buffers, name: str, x: jax.Array):
+    """Stores `Y` or `X`, as one tile or as two whose sum it is."""
+    if plan.halves:
+        buffers[name][...], buffers[f"{name}_low"][...] = lanes.halves(x, interpret=plan.interpret)
+    else:
+        buffers[name][...] = x.astype(plan.dtype)
+
+
+def _pairs(buffers, name: str) -> list:
+    """The tiles of `Y` or of `X`."""
+    return [buffers[x] for x in (name, f"{name}_low") if x in buffers]
+
+
 def _wait_vectors(plan: Plan, barriers):
     for name in plan.vectors[::2]:
         plgpu.barrier_wait(barriers[name])
@@ -223,7 +240,7 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
         overlap = lanes.diagonal(overlap, interpret=plan.interpret)
     y = lanes.masked(y * _weights(plan, buffers), interpret=plan.interpret)
     pl.when(place.step > 0)(lambda: plgpu.barrier_wait(barriers["free"]))
-    buffers["y"][...] = y.astype(plan.dtype)
+    _store_pairs(plan, buffers, "y", y)
     if plan.weighs_keys:
         plgpu.barrier_wait(barriers["keys"])
         beta = tiles.over_rows(tiles.row(buffers["beta"]), shape)
@@ -240,8 +257,8 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
         _next_state(plan, buffers, barriers)
         plgpu.barrier_arrive(barriers["freed_state"])
 
-    own = buffers["y"], buffers[plan.keys]
-    dq = plan.scale * tiles.product(shape, own, init=dq, interpret=plan.interpret)
+    pairs = [(y, buffers[plan.keys]) for y in _pairs(buffers, "y")]
+    dq = plan.scale * tiles.product(shape, *pairs, init=dq, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
     if plan.gated:
@@ -257,7 +274,7 @@ def _pair_step(plan: Plan, buffers, x):
     buffers["diagonal"][...] = lanes.diagonal(x, interpret=plan.interpret)
     x = lanes.masked(x * _weights(plan, buffers), operator.gt, interpret=plan.interpret)
     # Over scale, so that it adds to the products that the scale multiplies.
-    buffers["x"][...] = (x * (-1 / plan.scale)).astype(plan.dtype)
+    _store_pairs(plan, buffers, "x", x * (-1 / plan.scale))
     plgpu.commit_smem()
 
 
@@ -320,10 +337,10 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
     if plan.gated:
         # At once, and `beta` is loaded again below, as registers are short here.
         buffers["db_write"][...] = _dot_rows(keys, w)
-    pairs = [(tiles.transposed(buffers["y"]), buffers["q"])]
+    pairs = [(tiles.transposed(y), buffers["q"]) for y in _pairs(buffers, "y")]
     if plan.delta:
-        pairs += [(tiles.transposed(buffers["x"]), buffers["k"])]
-        r = product(shape, (buffers["x"], keys), init=r)
+        pairs += [(tiles.transposed(x), buffers["k"]) for x in _pairs(buffers, "x")]
+        r = product(shape, *((x, keys) for x in _pairs(buffers, "x")), init=r)
     if not plan.weighs_keys:
         ready()
     w = product(shape, *pairs, init=w)

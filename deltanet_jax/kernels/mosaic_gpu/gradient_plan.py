@@ -62,6 +62,11 @@ class Plan:
         return self.delta and self.dtype == jnp.bfloat16
 
     @property
+    def halves(self) -> bool:
+        """Whether tiles of pairs keep 16 bits of mantissa, as two tiles."""
+        return self.weighs_pairs and self.gated
+
+    @property
     def weighs_keys(self) -> bool:
         """Whether it stands on the keys, which rounds once more."""
         return self.delta and not self.weighs_pairs
