@@ -84,17 +84,15 @@ def test_the_hardest_keys_stay_within_8e_3(gate):
     [{"T": 330, "HV": 2}, {"T": 60, "HV": 4}, {"T": 200, "HV": 2, "gate": 0.2, "segments": True}],
     ids=["delta", "one-chunk", "gated-delta"],
 )
-def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, case, size):
+def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, case, size):
     """With one multiprocessor every head is a program of its own, or every pair of heads."""
     monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
-    launch, launches = fused.launch, []
-    monkeypatch.setattr(fused, "launch", lambda *a, **b: launches.append(a) or launch(*a, **b))
     x = inputs(K=size, V=size, **case)
     o, state = _run(problem(x))
     want = expected(x, cotangents_for(x))
     assert relative_rms(np.asarray(o, np.float32), want.o) <= TOLERANCES["bfloat16"][0]
     assert relative_rms(np.asarray(state), want.state) <= TOLERANCES["bfloat16"][0]
-    assert launches
+    assert fused_launches
 
 
 @interpreted
