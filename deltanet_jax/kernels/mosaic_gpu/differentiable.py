@@ -175,9 +175,10 @@ def _inputs(call: Call, x: Arrays) -> tuple[dict[str, Any], dict[str, jax.Array]
     return inputs | {"beta": beta, "g": x.g}, {}
 
 
-def _zeros_outside(call: Call, states: jax.Array) -> jax.Array:
-    """Zeros in the place of the state of a sequence, of which `states` has one a piece."""
-    return jnp.zeros((states.shape[0] // call.pieces, *states.shape[1:]), jnp.float32)
+def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of the sequences whose pieces have these keys and values."""
+    rows, _, heads, value_dim = v.shape
+    return jnp.zeros((rows // call.pieces, heads, k.shape[-1], value_dim), jnp.float32)
 
 
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -196,7 +197,7 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         if call.pieces > 1:
             maps, offsets = forward.state_maps(k, v, inverse, **gates)
             if state is None:
-                state = _zeros_outside(call, offsets[..., : v.shape[-1]])
+                state = _zero_states(call, k, v)
             maps = split.terms_of(maps)
             state = split.chain(
                 state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
@@ -260,7 +261,7 @@ def _backward(
     )  # fmt: skip
     if call.pieces > 1:
         offsets = reverse(None, only_state=True)["dstate"]
-        dstate = _zeros_outside(call, offsets) if dstate is None else dstate
+        dstate = _zero_states(call, k, do) if dstate is None else dstate
         maps = tuple(x.reshape(-1, *x.shape[2:]) for x in maps)
         dstate = split.chain(
             dstate, maps, offsets, call.pieces, reverse=True, interpret=call.interpret
