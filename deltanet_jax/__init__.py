@@ -1,4 +1,4 @@
-"""Delta-rule linear attention in JAX: one family, three interchangeable parallel forms."""
+"""Delta-rule linear attention in JAX: six variants, interchangeable parallel algorithms."""
 
 from deltanet_jax._version import __version__
 from deltanet_jax.layers.delta_net import (
@@ -7,6 +7,7 @@ from deltanet_jax.layers.delta_net import (
     DeltaNet,
     RecurrentDeltaNet,
 )
+from deltanet_jax.layers.norms import l2_norm
 from deltanet_jax.ops.api import (
     delta_rule,
     gated_delta_rule,
@@ -36,6 +37,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear_attention",
     "kimi_delta_attention",
+    "l2_norm",
     "lengths_to_cu_seqlens",
     "linear_attention",
     "normalized_linear_attention",

@@ -16,7 +16,15 @@ SUM_EPS = 1e-4  # 1/SUM_EPS is the gradient of a zero row, and float16 ends at 6
 
 
 def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """`x / |x|`, and a zero row stays zero with a finite gradient."""
+    """Scale rows to unit length; a zero row stays zero, with a finite gradient.
+
+    Computed and returned in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> l2_norm(jnp.asarray([[3.0, 4.0], [0.0, 0.0]])).round(3)
+        Array([[0.6, 0.8],
+               [0. , 0. ]], dtype=float32)
+    """
     x = x.astype(accumulation_dtype(x))
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
 
