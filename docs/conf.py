@@ -1,8 +1,12 @@
 """Sphinx configuration."""
 
 import inspect
+import re
 
+from docutils import nodes
+from docutils.utils.math import latex2mathml
 from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 from deltanet_jax._version import __version__
 
@@ -14,6 +18,9 @@ exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
+myst_update_mathjax = False
+# Equations become MathML when the site is built, so a page needs no script and no network.
+html_math_renderer = "mathml"
 
 # Notebooks run at every build, and a cell that fails is a build that fails.
 nb_execution_mode = "force"
@@ -41,7 +48,7 @@ PLAIN = (str, int, float, type(None))
 def _signature(
     app: Sphinx, what: str, name: str, thing: type, options: object, given: str, returns: str
 ) -> tuple[str, str] | None:
-    """The arguments of a class: those of `__init__`, which the metaclass of Flax hides."""
+    """Show the arguments of `__init__` for a class, which the metaclass of Flax hides."""
     if what != "class" or "rngs" not in inspect.signature(thing.__init__).parameters:
         return None
     if "__init__" not in vars(thing):
@@ -57,5 +64,23 @@ def _plain(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty or isinstance(parameter.default, PLAIN)
 
 
+TAG = re.compile(r"\\tag\{(\w+)\}")
+
+
+def _inline_math(translator: HTML5Translator, node: nodes.math) -> None:
+    translator.body.append(latex2mathml.tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def _math_block(translator: HTML5Translator, node: nodes.math_block) -> None:
+    """Write a displayed equation, and its `\\tag` as a number beside it."""
+    tag = TAG.search(node.astext())
+    equation = latex2mathml.tex2mathml(TAG.sub("", node.astext()).strip(), as_block=True)
+    number = f'<span class="eqno">({tag[1]})</span>' if tag else ""
+    translator.body.append(f'<div class="math">{number}{equation}</div>\n')
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", _signature)
+    app.add_html_math_renderer("mathml", (_inline_math, None), (_math_block, None))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from deltanet_jax import gated_delta_rule
+from deltanet_jax import gated_delta_rule, l2_norm
 
 __all__ = ["Mixer"]
 
@@ -28,7 +28,21 @@ class Mixer(eqx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         q, k, v = jnp.split(jax.vmap(self.qkv)(x), 3, axis=-1)
         q, k, v = (u.reshape(1, len(x), self.num_heads, -1) for u in (q, k, v))
-        q, k = (u * jax.lax.rsqrt(jnp.sum(u * u, -1, keepdims=True) + 1e-6) for u in (q, k))
         decay, strength = jnp.split(jax.vmap(self.gates)(x)[None], 2, axis=-1)
-        o, _ = gated_delta_rule(q, k, v, -jax.nn.softplus(decay), jax.nn.sigmoid(strength))
+        g, beta = -jax.nn.softplus(decay), jax.nn.sigmoid(strength)
+        o, _ = gated_delta_rule(l2_norm(q), l2_norm(k), v, g, beta)
         return jax.vmap(self.out)(o[0].reshape(x.shape))
+
+
+def main() -> None:
+    """Mix a batch of sequences, and differentiate with respect to the parameters."""
+    mixer = Mixer(32, num_heads=2, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 20, 32))
+    print("outputs:", jax.vmap(mixer)(x).shape)
+    gradient = eqx.filter_grad(lambda mixer: jnp.sum(jax.vmap(mixer)(x) ** 2))(mixer)
+    for name in ("qkv", "gates", "out"):
+        print(f"gradient norm of {name}: {jnp.linalg.norm(getattr(gradient, name).weight):.4f}")
+
+
+if __name__ == "__main__":
+    main()

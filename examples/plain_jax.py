@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from deltanet_jax import delta_rule, step
+from deltanet_jax import delta_rule, l2_norm, step
 
 __all__ = ["init", "logits", "loss", "next_logits"]
 
@@ -15,7 +15,7 @@ HEADS = 2
 
 
 def init(key: Key[Array, ""], vocab: int = 32, width: int = 16, layers: int = 2) -> Parameters:
-    """Random parameters; one more axis in front for the layers, so that they can be scanned."""
+    """Draw random parameters, stacked along a leading axis of layers for `jax.lax.scan`."""
     shapes = {"q": (width, width), "k": (width, width), "v": (width, width), "o": (width, width)}
     shapes["beta"] = (width, HEADS)
     keys = dict(zip((*shapes, "table"), jax.random.split(key, len(shapes) + 1), strict=True))
@@ -27,16 +27,15 @@ def init(key: Key[Array, ""], vocab: int = 32, width: int = 16, layers: int = 2)
 
 
 def _heads(x: Float[Array, "B T D"], p: Parameters) -> tuple[jax.Array, ...]:
-    """Queries, unit keys and values per head, and write strengths."""
+    """Compute unit queries and keys, values, and write strengths of each head."""
     q, k, v = (
         jax.nn.silu(x @ p[name]).reshape(*x.shape[:2], HEADS, -1) for name in ("q", "k", "v")
     )
-    q, k = (u * jax.lax.rsqrt(jnp.sum(u * u, -1, keepdims=True) + 1e-6) for u in (q, k))
-    return q, k, v, jax.nn.sigmoid(x @ p["beta"])
+    return l2_norm(q), l2_norm(k), v, jax.nn.sigmoid(x @ p["beta"])
 
 
 def logits(p: Parameters, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
-    """Logits of the next token, the layers under one scan and recomputed in the backward."""
+    """Return logits of the next token; layers are scanned, and recomputed in the backward."""
 
     @jax.checkpoint
     def layer(x: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:
@@ -48,7 +47,7 @@ def logits(p: Parameters, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"
 
 
 def loss(p: Parameters, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Mean cross-entropy of the next token; `jax.grad` and any optimiser do the rest."""
+    """Return the mean cross-entropy of the next token."""
     scores = jax.nn.log_softmax(logits(p, tokens[:, :-1]))
     return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
 
@@ -56,7 +55,7 @@ def loss(p: Parameters, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
 def next_logits(
     p: Parameters, token: Int[Array, " B"], states: Float[Array, "L B H K V"]
 ) -> tuple[Float[Array, "B vocab"], Float[Array, "L B H K V"]]:
-    """One token of decoding: its logits, and the states of all layers after it."""
+    """Decode one token: return its logits, and the states of all layers after it."""
 
     def layer(x: jax.Array, inputs: tuple[Parameters, jax.Array]) -> tuple[jax.Array, jax.Array]:
         weights, state = inputs
@@ -66,3 +65,29 @@ def next_logits(
 
     x, states = jax.lax.scan(layer, p["table"][token], (p["layers"], states))
     return x @ p["table"].T, states
+
+
+def main() -> None:
+    """Learn to count modulo 32 by gradient descent, then decode greedily."""
+    p = init(jax.random.key(0))
+    tokens = (jnp.arange(32)[:, None] + jnp.arange(24)) % 32  # every start once
+    descend = jax.jit(
+        lambda p: jax.tree.map(lambda x, d: x - 0.3 * d, p, jax.grad(loss)(p, tokens))
+    )
+    print(f"loss before: {loss(p, tokens):.3f}")
+    for _ in range(200):
+        p = descend(p)
+    print(f"loss after:  {loss(p, tokens):.3f}")
+    width = p["table"].shape[1] // HEADS
+    states = jnp.zeros((p["layers"]["q"].shape[0], 1, HEADS, width, width))
+    token, decoded = jnp.asarray([3]), [3]
+    decode = jax.jit(next_logits)
+    for _ in range(10):
+        scores, states = decode(p, token, states)
+        token = jnp.argmax(scores, axis=-1)
+        decoded.append(int(token[0]))
+    print("decoded:", decoded)
+
+
+if __name__ == "__main__":
+    main()

@@ -30,12 +30,16 @@ def test_the_table_of_versions_is_that_of_the_project_and_of_ci():
 
 
 def test_the_table_of_versions_names_every_extra():
-    line = re.search(r"belong to extras: (.*)\.$", (ROOT / "docs/support.md").read_text(), re.M)
+    text = (ROOT / "docs/support.md").read_text()
+    line = re.search(r"belong to extras: (.*?)\.$", text, re.M | re.S)
     assert line is not None
     assert re.findall(r"`([\w-]+)`", line[1]) == list(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/packing.md"])
+RUN = ["README.md", "docs/index.md", "docs/quickstart.md", "docs/packing.md"]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks

@@ -1,5 +1,6 @@
 """The operators inside plain JAX and Equinox models, and in the place of softmax attention."""
 
+import importlib
 import inspect
 
 import equinox as eqx
@@ -92,3 +93,17 @@ def test_the_drop_in_refuses_what_a_recurrence_cannot_do(change):
         delta_rule_attention(x, x, x, **change)
     with pytest.raises(ValueError, match="`key` must fit"):
         delta_rule_attention(x, x[:, :3], x[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("module", "printed"),
+    [
+        ("plain_jax", "decoded: [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]"),
+        ("drop_in_attention", "delta rule: (2, 64, 4, 16)"),
+        ("equinox_model", "outputs: (4, 20, 32)"),
+        ("linen_model", "P('layers', 'embed', 'heads')"),
+    ],
+)
+def test_an_example_prints_its_result(module, printed, capsys):
+    importlib.import_module(f"examples.{module}").main()
+    assert printed in capsys.readouterr().out
