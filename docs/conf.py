@@ -73,7 +73,7 @@ def _inline_math(translator: HTML5Translator, node: nodes.math) -> None:
 
 
 def _math_block(translator: HTML5Translator, node: nodes.math_block) -> None:
-    """Write a displayed equation, and its `\\tag` as a number beside it."""
+    """Write a displayed equation with its number beside it."""
     tag = TAG.search(node.astext())
     equation = latex2mathml.tex2mathml(TAG.sub("", node.astext()).strip(), as_block=True)
     number = f'<span class="eqno">({tag[1]})</span>' if tag else ""
