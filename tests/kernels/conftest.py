@@ -2,17 +2,17 @@
 
 import pytest
 
-from deltanet_jax.kernels.mosaic_gpu import fused
+from deltanet_jax.kernels.mosaic_gpu import run_states_fused
 
 
 @pytest.fixture
 def fused_launches(monkeypatch) -> list:
     """The arguments of every launch of the forward in one kernel during a test."""
-    launch, launches = fused.launch, []
+    launch, launches = run_states_fused.launch, []
 
     def spy(*arguments, **options):
         launches.append(arguments)
         return launch(*arguments, **options)
 
-    monkeypatch.setattr(fused, "launch", spy)
+    monkeypatch.setattr(run_states_fused, "launch", spy)
     return launches

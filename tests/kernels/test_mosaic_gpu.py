@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
-from deltanet_jax.kernels.mosaic_gpu import fused, gates, serial, split, support
+from deltanet_jax.kernels.mosaic_gpu import gate_vectors, program, run_states_fused, split, support
 from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
 from tests.tolerances import TOLERANCES, relative_rms
@@ -86,7 +86,7 @@ def test_the_hardest_keys_stay_within_8e_3(gate):
 )
 def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, case, size):
     """With one multiprocessor every head is a program of its own, or every pair of heads."""
-    monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(program, "MULTIPROCESSORS", 1)
     x = inputs(K=size, V=size, **case)
     o, state = _run(problem(x))
     want = expected(x, cotangents_for(x))
@@ -108,7 +108,7 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, c
 )
 def test_two_heads_in_a_program_equal_the_recurrence(monkeypatch, case):
     """With one multiprocessor; of three heads the last has a program for itself."""
-    monkeypatch.setattr(serial, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(program, "MULTIPROCESSORS", 1)
     _check(inputs(**case))
 
 
@@ -125,7 +125,7 @@ def test_two_heads_in_a_program_equal_the_recurrence(monkeypatch, case):
 )
 def test_programs_of_small_heads_have_two_where_multiprocessors_have(heads, sizes, options, wanted):
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, size), "bfloat16") for size in sizes)
-    plan = serial.plan_for(q, v, {}, None, scale=1.0, interpret=None, **options)
+    plan = program.plan_for(q, v, {}, None, scale=1.0, interpret=None, **options)
     assert plan.side_by_side == wanted
 
 
@@ -146,7 +146,7 @@ def test_programs_of_small_heads_have_two_where_multiprocessors_have(heads, size
 )
 def test_one_kernel_covers_heads_that_fill_the_multiprocessors(heads, size, dtype, save, wanted):
     keys = jax.ShapeDtypeStruct((1, 64, heads, size), dtype)
-    assert fused.covers(keys, keys, save=save) == wanted
+    assert run_states_fused.covers(keys, keys, save=save) == wanted
 
 
 @interpreted
@@ -218,7 +218,7 @@ def test_vectors_of_the_gates_equal_those_in_float64(heads, delta):
     g = -rng.random((2, 128, heads), dtype=np.float32)
     g[rng.random(g.shape) < 0.02] = -np.inf
     beta = rng.random(g.shape, dtype=np.float32) if delta else None
-    got = gates.gate_vectors(g, beta, interpret=plgpu.InterpretGPUParams())
+    got = gate_vectors.gate_vectors(g, beta, interpret=plgpu.InterpretGPUParams())
     got = {name: np.asarray(x) for name, x in got.items()}
 
     def chunks(x):

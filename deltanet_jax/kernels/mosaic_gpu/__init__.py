@@ -1,6 +1,6 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: by chunks, and of one token."""
 
-from deltanet_jax.kernels.mosaic_gpu.differentiable import chunkwise
+from deltanet_jax.kernels.mosaic_gpu.chunkwise import chunkwise
 from deltanet_jax.kernels.mosaic_gpu.one_token import one_token
 from deltanet_jax.kernels.mosaic_gpu.support import why_not, why_not_one_token
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
 __all__ = ["ChunkPlan", "decayed_shapes"]
 

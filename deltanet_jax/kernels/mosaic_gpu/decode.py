@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.kernels.mosaic_gpu import launches, tiles
+from deltanet_jax.kernels.mosaic_gpu.blocks import launches
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["advance"]
@@ -126,7 +126,7 @@ def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=
     names = (*inputs, "o") if in_place else (*inputs, "o", "new_state")
     out_type = [compat.type_like(x, x.shape, x.dtype) for x in ((v,) if in_place else (v, state))]
     kernel = pl.kernel(
-        tiles.named("decode", functools.partial(_body, plan, names)),
+        launches.named("decode", functools.partial(_body, plan, names)),
         out_type=out_type,
         mesh=plgpu.Mesh(
             grid=(plan.batch * plan.heads * (plan.value_dim // plan.width),),

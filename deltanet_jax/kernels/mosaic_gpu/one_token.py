@@ -9,7 +9,7 @@ import jax
 from deltanet_jax import compat
 from deltanet_jax.core import recurrence
 from deltanet_jax.core.recurrence import Problem, decay_with_resets, start_state
-from deltanet_jax.kernels.mosaic_gpu.launches import batched
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
 from deltanet_jax.kernels.mosaic_gpu.support import why_not_one_token
 
 __all__ = ["one_token"]

@@ -73,7 +73,7 @@ def chain(
     `[B * P, H, K, V...]`, are those of `x -> M x + R`, or of `x -> M^T x + R` if `reverse`.
     """
     if len(maps) > 1:
-        from deltanet_jax.kernels.mosaic_gpu.chain import chain_pieces
+        from deltanet_jax.kernels.mosaic_gpu.chain_pieces import chain_pieces
 
         return chain_pieces(first, maps, offsets, pieces, reverse=reverse, interpret=interpret)
     offsets = offsets[..., : first.shape[-1]]

@@ -3,10 +3,10 @@
 import jax
 
 from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
-__all__ = ["CHUNK", "LOWEST_GATE", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
+__all__ = ["LOWEST_GATE", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
 
-CHUNK = 64
 LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
 MULTIPROCESSORS = 132  # of an H100 or H200
 HEAD_DIMS = (64, 128, 256)

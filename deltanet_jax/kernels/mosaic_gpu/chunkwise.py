@@ -11,8 +11,9 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from deltanet_jax import compat
 from deltanet_jax.core.recurrence import Problem, start_state
 from deltanet_jax.kernels.mosaic_gpu import split
-from deltanet_jax.kernels.mosaic_gpu.launches import batched
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK, LOWEST_GATE, why_not
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
+from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE, why_not
 
 __all__ = ["chunkwise"]
 
@@ -131,16 +132,16 @@ def _token_vectors(x: jax.Array) -> jax.Array:
 
 def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
     """What the serial kernels read, from `q`, `k`, `beta` and the gate."""
-    from deltanet_jax.kernels.mosaic_gpu import fused, prep, vector_prep
+    from deltanet_jax.kernels.mosaic_gpu import chunk_inverses, decayed_chunks, run_states_fused
 
     q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
     if x["g"] is None:
         inverse = None
-        alone = call.pieces > 1 or not fused.covers(k, x["v"], save=save)
+        alone = call.pieces > 1 or not run_states_fused.covers(k, x["v"], save=save)
         if beta is not None and alone:
-            inverse = prep.chunk_inverses(k, beta, b, interpret=call.interpret)
+            inverse = chunk_inverses.chunk_inverses(k, beta, b, interpret=call.interpret)
         return {"inverse": inverse}
-    out = vector_prep.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)
+    out = decayed_chunks.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)
     channels = {name: out.pop(name) for name in ("writes", "scores", "kept")}
     return out | {"channels": channels}
 
@@ -163,11 +164,11 @@ def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
 
 def _inputs(call: Call, x: Arrays) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """What the kernels read in both directions, and what the forward alone does."""
-    from deltanet_jax.kernels.mosaic_gpu import gates
+    from deltanet_jax.kernels.mosaic_gpu import gate_vectors
 
     inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": None, "b": None, "g": None}
     if x.g is not None and x.g.ndim == 3:
-        launch = batched(functools.partial(gates.gate_vectors, interpret=call.interpret))
+        launch = batched(functools.partial(gate_vectors.gate_vectors, interpret=call.interpret))
         vectors = launch(x.g, x.beta)
         exponentials = {name: vectors.pop(name) for name in ("decay", "rest")}
         return inputs | vectors, exponentials
@@ -183,7 +184,7 @@ def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The forward's results, and the inputs of the kernels as the backward reads them."""
-    from deltanet_jax.kernels.mosaic_gpu import forward
+    from deltanet_jax.kernels.mosaic_gpu import run_states
 
     inputs, exponentials = _inputs(call, x)
 
@@ -195,14 +196,14 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         gates |= {"exponentials": exponentials, "interpret": call.interpret}
         maps = None
         if call.pieces > 1:
-            maps, offsets = forward.state_maps(k, v, inverse, **gates)
+            maps, offsets = run_states.state_maps(k, v, inverse, **gates)
             if state is None:
                 state = _zero_states(call, k, v)
             maps = split.terms_of(maps)
             state = split.chain(
                 state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
             )
-        out = forward.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
+        out = run_states.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
         final = out.pop("final")
         final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
@@ -250,13 +251,13 @@ def _backward(
     call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array | None
 ) -> dict[str, jax.Array | None]:
     """The gradients of the inputs of `_forward`, that of the state over scale."""
-    from deltanet_jax.kernels.mosaic_gpu import backward_state
+    from deltanet_jax.kernels.mosaic_gpu import reverse_states
 
     maps = x["maps"]
     x, do = _fold(call, (x | {"maps": None}, do))
     q, k, inverse, gates = _operands(x)
     reverse = functools.partial(
-        backward_state.reverse_states, q, k, do, inverse,
+        reverse_states.reverse_states, q, k, do, inverse,
         scale=call.scale, interpret=call.interpret, **gates,
     )  # fmt: skip
     if call.pieces > 1:
@@ -277,9 +278,9 @@ def _backward(
 
 
 def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
-    from deltanet_jax.kernels.mosaic_gpu import backward_grads
+    from deltanet_jax.kernels.mosaic_gpu import chunk_gradients
 
-    dq, dk, dbeta, dg = backward_grads.chunk_gradients(
+    dq, dk, dbeta, dg = chunk_gradients.chunk_gradients(
         x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
         scale=call.scale, interpret=call.interpret,
     )  # fmt: skip
@@ -287,14 +288,14 @@ def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, j
 
 
 def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
-    from deltanet_jax.kernels.mosaic_gpu import vector_grads, vector_pull
+    from deltanet_jax.kernels.mosaic_gpu import channel_gradients, chunk_cotangents
 
     beta = x["beta"]
     made = x["channels"] | {"overlaps": x.get("overlaps")}
-    d = vector_grads.chunk_cotangents(
+    d = chunk_cotangents.chunk_cotangents(
         made, beta, *values, scale=call.scale, interpret=call.interpret
     )
-    dq, dk, dg = vector_pull.chunk_gradients(
+    dq, dk, dg = channel_gradients.chunk_gradients(
         x["q"], x["k"], x["g"], d, delta=beta is not None, interpret=call.interpret
     )
     return {"q": dq, "k": dk, "beta": d.get("beta"), "g": dg}

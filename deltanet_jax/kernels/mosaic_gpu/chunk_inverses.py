@@ -22,7 +22,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, substitution, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu import pairs
+from deltanet_jax.kernels.mosaic_gpu.blocks import (
+    CHUNK,
+    lanes,
+    launches,
+    mma,
+    smem,
+    triangular,
+    warp,
+)
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = [
@@ -34,8 +43,7 @@ __all__ = [
     "store_inverse",
 ]
 
-CHUNK = tiles.CHUNK
-HALF = substitution.PAIR
+HALF = triangular.PAIR
 SIDES = "left", "right"  # tiles for the halves of the columns of the result
 RESIDENTS = {64: 6, 128: 5, 256: 3}  # programs that share a multiprocessor, by the size of keys
 
@@ -70,18 +78,18 @@ class Plan:
 
 def inverse_buffers(dtype, *count: int) -> dict:
     """What `store_inverse` needs in shared memory, `count` times."""
-    half = tiles.tile(*count, HALF, HALF, dtype=jnp.bfloat16)
+    half = smem.tile(*count, HALF, HALF, dtype=jnp.bfloat16)
     buffers = {"below_high": half, "below_low": half, "low": half}
     if dtype != jnp.bfloat16:
         buffers |= {"high": half}
-    buffers |= {side: tiles.tile(*count, CHUNK, HALF, dtype=dtype) for side in SIDES}
-    scratch = substitution.scratch_shape()
+    buffers |= {side: smem.tile(*count, CHUNK, HALF, dtype=dtype) for side in SIDES}
+    scratch = triangular.scratch_shape()
     return buffers | {"blocks": plgpu.SMEM((*count, *scratch), jnp.float32)}
 
 
 def _product(x, y, interpret=None) -> jax.Array:
     """`x y` of two pairs, `[C, 32]`."""
-    return tiles.product((CHUNK, HALF), *tiles.of_halves(x, y), interpret=interpret)
+    return mma.product((CHUNK, HALF), *mma.of_halves(x, y), interpret=interpret)
 
 
 def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
@@ -96,9 +104,9 @@ def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     upper, lower = pl.ds(0, HALF), pl.ds(HALF, HALF)
     below = buffers["below_high"], buffers["below_low"]
     store(below, halves(x[:, :HALF]), lower=True)
-    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=tiles.MATRIX)
+    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=smem.MATRIX)
     blocks = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
-    blocks = substitution.inverses(blocks, buffers["blocks"], interpret=interpret)
+    blocks = triangular.inverses(blocks, buffers["blocks"], interpret=interpret)
     diagonal = halves(blocks)
     above = left.at[upper], buffers["low"]  # the halves of the upper block
     rounded = diagonal[0]
@@ -126,9 +134,9 @@ def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
 
     `meanwhile` is called when the product has been started.
     """
-    x = tiles.overlaps(tile, "k", meanwhile)
-    x *= tiles.over_columns(-tiles.column(tile["beta"]), x.shape)
-    return tiles.decayed(plan, tile, x)
+    x = pairs.overlaps(tile, "k", meanwhile)
+    x *= smem.over_columns(-smem.column(tile["beta"]), x.shape)
+    return pairs.decayed(plan, tile, x)
 
 
 def _body(plan: Plan, names, *args):
@@ -183,11 +191,11 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     plan = Plan(
         batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None, bool(interpret)
     )
-    buffers = {"k": tiles.tile(CHUNK, key_dim, dtype=k.dtype)} | inverse_buffers(k.dtype)
+    buffers = {"k": smem.tile(CHUNK, key_dim, dtype=k.dtype)} | inverse_buffers(k.dtype)
     buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((CHUNK,), jnp.float32))
     inputs = {"k": k, "beta": beta} | ({} if b is None else {"b": b, "b_column": b})
     kernel = plgpu.kernel(
-        tiles.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
+        launches.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
         out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),
         scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
         grid=(plan.programs,),

@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, memory, tiles
+from deltanet_jax.kernels.mosaic_gpu import pairs, state_planes
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "vectors_of",
 ]
 
-CHUNK = tiles.CHUNK
 WIDTH = 64  # columns of V of one warpgroup
 
 
@@ -79,7 +79,7 @@ class Plan:
     @property
     def stride(self) -> int:
         """Of the chunks whose incoming state is stored."""
-        return memory.stride(self.value_dim, channels=self.channels)
+        return state_planes.stride(self.value_dim, channels=self.channels)
 
     @property
     def rows(self) -> tuple:
@@ -210,7 +210,7 @@ def plan_for(
 
 
 def _stages(plan: Plan, values: str) -> dict:
-    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, dtype=plan.dtype)
     stages = plan.side_by_side * plan.stages
     buffers = dict.fromkeys(plan.key_tiles, tile(stages, CHUNK, plan.key_dim))
     buffers[values] = tile(stages, plan.columns, CHUNK, WIDTH)
@@ -292,7 +292,7 @@ def _serve(plan: Plan, load, buffers, barriers):
         stage = _stage(plan, i)
         plgpu.barrier_wait(loaded.at[stage])
         tile = {x: buffers[x].at[stage] for x in (*plan.key_tiles, *plan.vectors)}
-        scores = tiles.scores(plan, tile).astype(plan.dtype)
+        scores = pairs.scores(plan, tile).astype(plan.dtype)
         at = _score_tile(plan, i)
         buffers["scores"].at[at][...] = scores
         plgpu.commit_smem()
@@ -388,11 +388,11 @@ def launch(
     """
     names = (*inputs, *outputs)
     computing, items = plan.side_by_side * plan.columns, plan.side_by_side
-    tile = functools.partial(tiles.tile, computing, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, computing, dtype=plan.dtype)
     buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
     copies = len(plan.key_tiles + plan.pair_tiles + plan.vectors) + plan.columns
     kernel = plgpu.kernel(
-        tiles.named(name, functools.partial(_body, plan, walk, values, names)),
+        launches.named(name, functools.partial(_body, plan, walk, values, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(
             buffers,

@@ -17,22 +17,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import fused, lanes, serial, tiles
-from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
+from deltanet_jax.kernels.mosaic_gpu import program, run_states_fused
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan
 
 __all__ = ["run_states", "state_maps"]
 
-CHUNK = tiles.CHUNK
 SHAPE = (WIDTH, CHUNK)  # of everything that has a row for each column of V
 
 
 def _over_tokens(tile, name: str) -> jax.Array:
     """A vector of the chunk, at every column of V."""
-    return tiles.over_columns(tiles.column(tile[name]), SHAPE)
+    return smem.over_columns(smem.column(tile[name]), SHAPE)
 
 
 def _values(plan: Plan, tile, place) -> jax.Array:
-    values = tiles.load_transposed(tile["v"], interpret=plan.interpret)
+    values = smem.load_transposed(tile["v"], interpret=plan.interpret)
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
         values *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
@@ -46,8 +46,8 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
     total = [jnp.zeros(SHAPE, jnp.float32) for _ in names]
     for block, keys in zip(state, plan.key_blocks, strict=True):
         low = block.astype(plan.dtype)
-        pairs = [[(low, tiles.transposed(tile[x].at[:, keys]))] for x in names]
-        total = tiles.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
+        pairs = [[(low, smem.transposed(tile[x].at[:, keys]))] for x in names]
+        total = mma.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
     if plan.gated:
         total = [x * _over_tokens(tile, "decay") for x in total]
     return dict(zip(names, total, strict=True))
@@ -57,13 +57,13 @@ def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
     """The products of `error T^T`; `T` is one tile, or a tile for each half of its columns."""
     if plan.precise:
         parts = lanes.halves(error, interpret=plan.interpret)
-        return [(part, tiles.transposed(tile["inverse"])) for part in parts]
+        return [(part, smem.transposed(tile["inverse"])) for part in parts]
     error = error.astype(plan.dtype)
     if not isinstance(tile["inverse"], tuple):
-        return [(error, tiles.transposed(tile["inverse"]))]
+        return [(error, smem.transposed(tile["inverse"]))]
     middle = CHUNK // 2
     parts = error[:, :middle], error[:, middle:]
-    halves = (tiles.transposed(half) for half in tile["inverse"])
+    halves = (smem.transposed(half) for half in tile["inverse"])
     return list(zip(parts, halves, strict=True))
 
 
@@ -76,7 +76,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
     if plan.delta:
         error = u - read["k"]
         turns.wait_inverse(chunk)
-        u = tiles.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
+        u = mma.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
         if early:
             turns.free_inverse(chunk)
         write = u * _over_tokens(tile, "beta")
@@ -91,7 +91,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
             read |= _read(plan, tile, state, ("q",))
             turns.free_inverse(chunk)
         turns.wait_scores(chunk)
-        pair = write.astype(plan.dtype), tiles.transposed(tile["scores"])
+        pair = write.astype(plan.dtype), smem.transposed(tile["scores"])
         steps = [(read["q"], [pair])]
     if plan.gated:
         write *= _over_tokens(tile, "rest")
@@ -99,7 +99,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
     added = write.astype(plan.dtype)
     for block, keys in zip(state, plan.key_blocks, strict=True):
         steps += [(block, [(added, tile[plan.writes].at[:, keys])])]
-    done = tiles.accumulate(*steps, interpret=plan.interpret)
+    done = mma.accumulate(*steps, interpret=plan.interpret)
     turns.free(chunk)
     return done[-len(state) :], None if plan.only_state else done[0]
 
@@ -107,8 +107,8 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
 def _decayed(plan: Plan, tile, state: list) -> list:
     """The blocks of the state times the decay over the chunk."""
     if plan.channels:
-        kept = [tiles.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
-        return [x * tiles.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
+        kept = [smem.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
+        return [x * smem.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
     if plan.gated:
         kept = tile["decay"][CHUNK - 1]
         return [x * kept for x in state]
@@ -116,7 +116,7 @@ def _decayed(plan: Plan, tile, state: list) -> list:
 
 
 def _keep(plan: Plan, tile, x: jax.Array) -> None:
-    tiles.store_transposed(tile, x.astype(plan.dtype), interpret=plan.interpret)
+    smem.store_transposed(tile, x.astype(plan.dtype), interpret=plan.interpret)
 
 
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
@@ -154,16 +154,16 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         # That of a map is the same for every head.
         starts = [place[2:] for place in places] if plan.map_dim else places
         start = [refs["start"].at[place] for place in starts]
-        state = [tiles.load_f32_transposed(x, interpret=plan.interpret) for x in start]
+        state = [smem.load_f32_transposed(x, interpret=plan.interpret) for x in start]
     else:
-        state = [tiles.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
+        state = [smem.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
     if plan.save:
         keep_state(state)
         plgpu.commit_smem()
         save_state(0)
     state = lax.fori_loop(0, plan.chunks, step, state)
     for at, block in zip(places, state, strict=True):
-        tiles.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
+        smem.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -193,8 +193,8 @@ def run_states(
         `states` entering every `memory.stride`-th chunk `[B, N', HV, K, V]` and (delta rule) `u`
         `[B, T, HV, V]`.
     """
-    vectors = serial.vectors_of(beta, b, exponentials)
-    plan = serial.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
+    vectors = program.vectors_of(beta, b, exponentials)
+    plan = program.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
     own = {"o": SHAPE}
     shape = jax.ShapeDtypeStruct
     final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
@@ -207,12 +207,14 @@ def run_states(
         if plan.delta:
             own |= {"u": SHAPE}
             outputs |= {"u": shape(v.shape, v.dtype)}
-    inputs = {"v": v} | serial.inputs_of(q, k, inverse, vectors, channels)
+    inputs = {"v": v} | program.inputs_of(q, k, inverse, vectors, channels)
     if state is not None:
         inputs |= {"start": state}
     if plan.delta and inverse is None:
-        return fused.launch("run_states", plan, _walk, inputs, outputs, interpret=interpret)
-    return serial.launch(
+        return run_states_fused.launch(
+            "run_states", plan, _walk, inputs, outputs, interpret=interpret
+        )
+    return program.launch(
         "run_states", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,
     )  # fmt: skip
@@ -239,17 +241,17 @@ def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret
     heads, value_dim = v.shape[2:]
     writes = k if channels is None else channels["writes"]
     batch, _, _, key_dim = writes.shape
-    vectors = serial.vectors_of(beta, b, exponentials)
-    plan = serial.plan_for(
+    vectors = program.vectors_of(beta, b, exponentials)
+    plan = program.plan_for(
         writes, v, vectors, channels,
         scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True,
     )  # fmt: skip
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
-    inputs = {"v": v, "start": start} | serial.inputs_of(None, k, inverse, vectors, channels)
+    inputs = {"v": v, "start": start} | program.inputs_of(None, k, inverse, vectors, channels)
     own = {}
     outputs = {"final": jax.ShapeDtypeStruct((batch, heads, *start.shape), jnp.float32)}
-    final = serial.launch(
+    final = program.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,
     )["final"]  # fmt: skip

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK, WARP
 
 __all__ = [
     "apply_blocks",

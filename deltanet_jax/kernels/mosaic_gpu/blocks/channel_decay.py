@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, smem
+from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 
 __all__ = [
     "BETWEEN",
@@ -32,7 +32,6 @@ __all__ = [
     "transposed",
 ]
 
-CHUNK = tiles.CHUNK
 SIZES = tuple(1 << level for level in range(CHUNK.bit_length() - 1))
 WITHIN = tuple(size for size in SIZES if size < BLOCK)  # one warp's rows hold the pairs
 BETWEEN = tuple(size for size in SIZES if size >= BLOCK)
@@ -72,7 +71,7 @@ class Sums(NamedTuple):
 
 
 def _odd(shape: tuple[int, ...], size: int) -> jax.Array:
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tiles.MATRIX)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=smem.MATRIX)
     return (row & size) != 0
 
 
@@ -82,7 +81,7 @@ def pairs(size: int, width: int = CHUNK) -> jax.Array:
     `[C, C]`, or `[C, 16]` with the tokens j of i's own 16.
     """
     i, j = (
-        plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=tiles.MATRIX)
+        plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=smem.MATRIX)
         for axis in (0, 1)
     )
     i = i & (width - 1)

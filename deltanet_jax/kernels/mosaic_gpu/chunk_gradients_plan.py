@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from deltanet_jax.kernels.mosaic_gpu import memory
+from deltanet_jax.kernels.mosaic_gpu import state_planes
 
 __all__ = ["Place", "Plan"]
 
@@ -48,7 +48,7 @@ class Plan:
     @property
     def planes(self) -> tuple[tuple[str, ...], ...]:
         """Of the cotangents, for every block of V."""
-        names, each = memory.planes_of(self.value_dim), self.value_block // memory.WIDTH
+        names, each = state_planes.planes_of(self.value_dim), self.value_block // state_planes.WIDTH
         return tuple(names[i : i + each] for i in range(0, len(names), each))
 
     @property
@@ -79,7 +79,7 @@ class Plan:
     @property
     def in_place(self) -> dict[str, str]:
         """The gradients that take the place of a plane, which only their own item reads."""
-        return dict(zip(("dq", "dk"), memory.planes_of(self.value_dim), strict=False))
+        return dict(zip(("dq", "dk"), state_planes.planes_of(self.value_dim), strict=False))
 
     @property
     def runs(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
 __all__ = [
     "BLOCK",

@@ -21,14 +21,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import ladder, lanes, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu.blocks import (
+    CHUNK,
+    channel_decay,
+    lanes,
+    launches,
+    mma,
+    smem,
+    warp,
+)
+from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
-from deltanet_jax.kernels.mosaic_gpu.vector_prep import SLICE, SWIZZLE
+from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import SLICE, SWIZZLE
 
 __all__ = ["chunk_gradients"]
 
-CHUNK = tiles.CHUNK
 KEYS = (CHUNK, SLICE)
 SQUARE = (CHUNK, CHUNK)
 
@@ -48,12 +55,12 @@ class Plan(ChunkPlan):
 
 def _scratch(plan: Plan):
     # Of one place: see `lanes.zero`.
-    keys = tiles.tile(1, *KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
-    square = tiles.tile(1, *SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
+    keys = smem.tile(1, *KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
+    square = smem.tile(1, *SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
     buffers = dict.fromkeys(("q", "k", *plan.cotangents), keys)
-    buffers |= dict.fromkeys(("g", "dg"), tiles.tile(1, *KEYS, dtype=jnp.float32))
+    buffers |= dict.fromkeys(("g", "dg"), smem.tile(1, *KEYS, dtype=jnp.float32))
     buffers |= {"kept": plgpu.SMEM((1, SLICE), jnp.float32)}
-    for size in ladder.BETWEEN:
+    for size in channel_decay.BETWEEN:
         buffers |= {f"q{size}": keys, f"k{size}": keys}
         buffers |= {f"{name}{size}": square for name in plan.pairs}
     for uniform in (True, False):
@@ -72,24 +79,24 @@ def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
 
     The cotangents of all pairs arrive in the tile of the smallest of these sizes.
     """
-    first, *_ = ladder.BETWEEN
-    x = tiles.matrix(buffers[f"{name}{first}"])
+    first, *_ = channel_decay.BETWEEN
+    x = smem.matrix(buffers[f"{name}{first}"])
     row_block = lax.div(
-        plgpu.broadcasted_iota(jnp.int32, (CHUNK, BLOCK), 0, layout=tiles.MATRIX), BLOCK
+        plgpu.broadcasted_iota(jnp.int32, (CHUNK, BLOCK), 0, layout=smem.MATRIX), BLOCK
     )
     within = jnp.zeros((CHUNK, BLOCK), jnp.float32)
     for block in range(CHUNK // BLOCK):
         columns = x[:, block * BLOCK : (block + 1) * BLOCK]
         within = jnp.where(row_block == block, columns, within)
-    for size in ladder.BETWEEN:
-        share = jnp.where(ladder.pairs(size), x, 0.0)
+    for size in channel_decay.BETWEEN:
+        share = jnp.where(channel_decay.pairs(size), x, 0.0)
         buffers[f"{name}{size}"][...] = share.astype(plan.dtype)
     return within
 
 
 def _level_within(plan: Plan, panels, size: int, queries, keys):
     """`dq'` and `dk'` of one size below 16."""
-    mask = ladder.pairs(size, BLOCK)
+    mask = channel_decay.pairs(size, BLOCK)
     scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.dtype) for x in panels)
     terms = [(scores, queries, True)]
     for x in overlaps:
@@ -105,10 +112,10 @@ def _level_between(plan: Plan, buffers, size: int, queries, keys):
     k[...] = keys
     plgpu.commit_smem()
     scores, *overlaps = (buffers[f"{name}{size}"] for name in plan.pairs)
-    pairs = [(tiles.transposed(scores), q)]
+    pairs = [(smem.transposed(scores), q)]
     for x in overlaps:
-        pairs += [(x, k), (tiles.transposed(x), k)]
-    return tiles.products((KEYS, [(scores, k)]), (KEYS, pairs))
+        pairs += [(x, k), (smem.transposed(x), k)]
+    return mma.products((KEYS, [(scores, k)]), (KEYS, pairs))
 
 
 def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
@@ -118,17 +125,17 @@ def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
     def rounded(x):
         return lanes.widened(x.astype(plan.dtype), interpret=plan.interpret)
 
-    d_queries, d_writes, *d_keys = (tiles.matrix(buffers[x]) for x in plan.cotangents)
+    d_queries, d_writes, *d_keys = (smem.matrix(buffers[x]) for x in plan.cotangents)
     d_through = rounded(through * q) * d_queries
     dq += through * d_queries
     dk += after * d_writes
     for x in d_keys:
         d_through += rounded(through * k) * x
         dk += through * x
-    d_kept = tiles.over_columns(tiles.column(buffers["kept"]), KEYS)
-    first = plgpu.broadcasted_iota(jnp.int32, KEYS, 0, layout=tiles.MATRIX) == 0
+    d_kept = smem.over_columns(smem.column(buffers["kept"]), KEYS)
+    first = plgpu.broadcasted_iota(jnp.int32, KEYS, 0, layout=smem.MATRIX) == 0
     d_block = jnp.where(first, blocks.block * d_kept, 0.0)
-    return dq, dk, ladder.Sums(d_through, rounded(after * k) * d_writes, d_block)
+    return dq, dk, channel_decay.Sums(d_through, rounded(after * k) * d_writes, d_block)
 
 
 def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) -> dict:
@@ -143,44 +150,44 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
 
     def load():
         # In 16 bits these take half of the registers between their uses.
-        return (tiles.matrix(buffers[x]) for x in "qk")
+        return (smem.matrix(buffers[x]) for x in "qk")
 
     def wide(x):
         return lanes.widened(x, interpret=plan.interpret)
 
-    blocks = ladder.single(jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX)))
+    blocks = channel_decay.single(jnp.exp(plgpu.load(buffers["g"], layout=smem.MATRIX)))
     q, k = load()
     dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
-    levels = dict.fromkeys(ladder.SIZES)
-    for size in ladder.SIZES:
+    levels = dict.fromkeys(channel_decay.SIZES)
+    for size in channel_decay.SIZES:
         factor = blocks.factor
         q, k = load()
         queries, keys = (factor * q).astype(plan.dtype), (factor * k).astype(plan.dtype)
-        if size in ladder.WITHIN:
+        if size in channel_decay.WITHIN:
             d_queries, d_keys = _level_within(plan, panels, size, queries, keys)
         else:
             d_queries, d_keys = _level_between(plan, buffers, size, queries, keys)
         dq += factor * d_queries
         dk += factor * d_keys
         level = wide(queries) * d_queries + wide(keys) * d_keys
-        if size in ladder.WITHIN[:-1]:
+        if size in channel_decay.WITHIN[:-1]:
             # Sooner than on the way down, when all of these would be waiting in registers.
-            dg += ladder.gate_gradient(size, level, down)
-        elif size in ladder.WITHIN:
+            dg += channel_decay.gate_gradient(size, level, down)
+        elif size in channel_decay.WITHIN:
             # The longest way; this one waits in the tile of its result.
             buffers["dg"][...] = level
         else:
             levels[size] = level
-        blocks = ladder.doubled(blocks, size, up)
+        blocks = channel_decay.doubled(blocks, size, up)
     wait_cotangents()
     dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
     plgpu.commit_smem()
     load_next()
-    for size in reversed(ladder.SIZES):
+    for size in reversed(channel_decay.SIZES):
         level = levels[size]
-        if size == ladder.WITHIN[-1]:
-            level = plgpu.load(buffers["dg"], layout=tiles.MATRIX)
-        d = ladder.transposed(d, size, level, down)
+        if size == channel_decay.WITHIN[-1]:
+            level = plgpu.load(buffers["dg"], layout=smem.MATRIX)
+        d = channel_decay.transposed(d, size, level, down)
     return {"dq": dq.astype(plan.dtype), "dk": dk.astype(plan.dtype), "dg": dg + d.g}
 
 
@@ -207,7 +214,7 @@ def _load_keys(plan: Plan, refs, buffers, loaded, own: _Chunk, at) -> None:
 
 def _panels(plan: Plan, refs, buffers, loaded, own: _Chunk) -> list[jax.Array]:
     """Loads the cotangents of pairs, and makes the tiles of those between blocks of 16."""
-    first, *_ = ladder.BETWEEN
+    first, *_ = channel_decay.BETWEEN
     for name in plan.pairs:
         source = refs[name].at[tuple(own)]
         plgpu.copy_gmem_to_smem(source, buffers[f"{name}{first}"], loaded["pairs"])
@@ -253,8 +260,8 @@ def _body(plan: Plan, names, *args):
     first = placed()
     _load_keys(plan, refs, first, loaded, own, 0)
     panels = _panels(plan, refs, first, loaded, own)
-    diagonal = jnp.where(ladder.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
-    diagonal = tiles.over_rows(diagonal, KEYS)
+    diagonal = jnp.where(channel_decay.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
+    diagonal = smem.over_rows(diagonal, KEYS)
     lax.fori_loop(0, plan.key_dim // SLICE, step, None)
     plgpu.wait_smem_to_gmem(0)
 
@@ -285,7 +292,7 @@ def chunk_gradients(q, k, g, cotangents, *, delta, interpret=None):
     outputs = {"dq": shape(g.shape, q.dtype), "dk": shape(g.shape, q.dtype)}
     outputs |= {"dg": shape(g.shape, jnp.float32)}
     kernel = plgpu.kernel(
-        tiles.named("channel_gradients", functools.partial(_body, plan, (*inputs, *outputs))),
+        launches.named("channel_gradients", functools.partial(_body, plan, (*inputs, *outputs))),
         out_type=tuple(outputs.values()),
         scratch_types=_scratch(plan),
         grid=(batch * plan.chunks * heads,),

@@ -21,12 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, prep, tiles
-from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan, Turns, are_few, fill_rounds
+from deltanet_jax.kernels.mosaic_gpu import chunk_inverses, pairs
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan, Turns, are_few, fill_rounds
 
 __all__ = ["covers", "launch"]
 
-CHUNK = tiles.CHUNK
 SERVERS = 2  # warpgroups that prepare, and that compute
 KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
 # Of a warpgroup that computes, and of one that prepares, by K = V.
@@ -62,12 +62,12 @@ def _place(plan: Plan, number) -> tuple:
 
 
 def _buffers(plan: Plan) -> dict:
-    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, dtype=plan.dtype)
     buffers = {"k": tile(KEYS, CHUNK, plan.key_dim), "q": tile(SERVERS, CHUNK, plan.key_dim)}
     buffers |= {"v": tile(VALUES, SERVERS, CHUNK, WIDTH)}
     buffers |= {"scores": tile(SERVERS, CHUNK, CHUNK)}
     buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((KEYS, CHUNK), jnp.float32))
-    return buffers | {"inverse": prep.inverse_buffers(plan.dtype, SERVERS)}
+    return buffers | {"inverse": chunk_inverses.inverse_buffers(plan.dtype, SERVERS)}
 
 
 def _barriers(plan: Plan) -> dict:
@@ -129,10 +129,10 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
                 following = i - SERVERS + KEYS
                 pl.when(following < chunks)(lambda: load_keys(following))
 
-        x = prep.minus_overlaps(plan, tile, load_queries)
-        prep.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
+        x = chunk_inverses.minus_overlaps(plan, tile, load_queries)
+        chunk_inverses.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
         plgpu.barrier_wait(barriers["q"].at[server])
-        scores = tiles.decayed(plan, tile, tiles.overlaps(tile, "q", load_following))
+        scores = pairs.decayed(plan, tile, pairs.overlaps(tile, "q", load_following))
         scores = lanes.masked(scores, interpret=plan.interpret)
         buffers["scores"].at[server][...] = scores.astype(plan.dtype)
         plgpu.commit_smem()
@@ -177,7 +177,7 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         plgpu.barrier_wait(loaded)
         tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
         tile |= {name: buffers[name].at[server] for name in ("q", "scores")}
-        inverse = tuple(buffers["inverse"][side].at[server] for side in prep.SIDES)
+        inverse = tuple(buffers["inverse"][side].at[server] for side in chunk_inverses.SIDES)
         return tile | {"v": v, "o": v, "inverse": inverse}
 
     def at(name, i):
@@ -223,7 +223,7 @@ def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpre
     """Runs `walk` as `serial.launch` does, on inverses that are computed on the way."""
     names = (*inputs, *outputs)
     kernel = plgpu.kernel(
-        tiles.named(name, functools.partial(_body, plan, walk, names)),
+        launches.named(name, functools.partial(_body, plan, walk, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(_buffers(plan), _barriers(plan)),
         grid=(plan.batch * plan.heads // _heads(plan),),

@@ -24,14 +24,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import ladder, prep, tiles, warp
+from deltanet_jax.kernels.mosaic_gpu import chunk_inverses
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, channel_decay, launches, smem, warp
+from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["SLICE", "SWIZZLE", "decayed_chunks"]
 
-CHUNK = tiles.CHUNK
 SLICE = 32  # channels at a time
 SWIZZLE = 2 * SLICE  # bytes: a slice is one tile of its array
 HALF = CHUNK // 2
@@ -97,16 +97,16 @@ class Panels(NamedTuple):
 
 def _scratch(plan: Plan) -> dict:
     """Buffers by name, one of each for every warpgroup."""
-    keys = tiles.tile(CHUNK, SLICE, dtype=plan.dtype, swizzle=SWIZZLE)
+    keys = smem.tile(CHUNK, SLICE, dtype=plan.dtype, swizzle=SWIZZLE)
     names = {"q", "k", "queries", "writes"} | {x for pair in plan.pairs.values() for x in pair}
     buffers = dict.fromkeys(sorted(names | {"keys"} if plan.delta else names), keys)
-    buffers |= {"g": tiles.tile(CHUNK, SLICE, dtype=jnp.float32)}
+    buffers |= {"g": smem.tile(CHUNK, SLICE, dtype=jnp.float32)}
     buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
     exchange = warp.exchange_shape(SLICE, uniform=True)
     buffers |= {"exchange": plgpu.SMEM(exchange, jnp.float32)}
     buffers |= {"others": plgpu.SMEM(warp.other_rows_shape(SLICE), jnp.int32)}
     if plan.delta:
-        buffers |= prep.inverse_buffers(plan.dtype)
+        buffers |= chunk_inverses.inverse_buffers(plan.dtype)
         buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
     return {
         name: plgpu.SMEM((plan.warpgroups, *x.shape), x.dtype, transforms=x.transforms)
@@ -117,7 +117,7 @@ def _scratch(plan: Plan) -> dict:
 def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
     """Adds the pairs of one size within blocks of 16 to `[C, 16]`."""
     product = warp.block_products(x, y, interpret=plan.interpret)
-    return jnp.where(ladder.pairs(size, BLOCK), panel + product, panel)
+    return jnp.where(channel_decay.pairs(size, BLOCK), panel + product, panel)
 
 
 def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, jax.Array]:
@@ -145,18 +145,18 @@ def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
     def low(x):
         return x.astype(plan.dtype)
 
-    blocks = ladder.single(a)
+    blocks = channel_decay.single(a)
     scores, overlaps, between = panels
     scores = _within(plan, scores, low(q), low(k), 0)
-    for size in ladder.SIZES:
+    for size in channel_decay.SIZES:
         queries, keys = low(q * blocks.factor), low(k * blocks.factor)
-        if size in ladder.BETWEEN:
+        if size in channel_decay.BETWEEN:
             between = _between(plan, buffers, between, queries, keys, size)
         else:
             scores = _within(plan, scores, queries, keys, size)
             if plan.delta:
                 overlaps = _within(plan, overlaps, keys, keys, size)
-        blocks = ladder.doubled(blocks, size, exchange)
+        blocks = channel_decay.doubled(blocks, size, exchange)
     made = {"queries": low(q * blocks.from_start), "writes": low(k * blocks.to_end)}
     if plan.delta:
         made |= {"keys": low(k * blocks.from_start)}
@@ -165,7 +165,7 @@ def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
 
 def _whole(within: jax.Array, between: dict[int, jax.Array]) -> jax.Array:
     """The chunk of all these blocks."""
-    row = plgpu.broadcasted_iota(jnp.int32, within.shape, 0, layout=tiles.MATRIX)
+    row = plgpu.broadcasted_iota(jnp.int32, within.shape, 0, layout=smem.MATRIX)
     row_block = lax.div(row, BLOCK)
     columns = []
     for column in range(CHUNK // BLOCK):
@@ -208,10 +208,10 @@ def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
     if plan.save:
         _store_pairs(plan, refs, buffers, place, "overlaps", overlaps)
     plgpu.barrier_wait(loaded["beta"])
-    x = overlaps * tiles.over_columns(-tiles.column(buffers["beta"]), overlaps.shape)
-    halves = prep.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+    x = overlaps * smem.over_columns(-smem.column(buffers["beta"]), overlaps.shape)
+    halves = chunk_inverses.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
     plgpu.commit_smem()
-    prep.copy_inverse(halves, refs["inverse"].at[place])
+    chunk_inverses.copy_inverse(halves, refs["inverse"].at[place])
 
 
 def _settle() -> None:
@@ -250,8 +250,8 @@ def _body(plan: Plan, names, *args):
 
     def part(i, place, at, panels):
         plgpu.barrier_wait(loaded["keys"])
-        a = jnp.exp(plgpu.load(buffers["g"], layout=tiles.MATRIX))
-        q, k = (tiles.matrix(buffers[x]) for x in "qk")
+        a = jnp.exp(plgpu.load(buffers["g"], layout=smem.MATRIX))
+        q, k = (smem.matrix(buffers[x]) for x in "qk")
         # All warps have read the tiles, which are then filled again.
         plgpu.commit_smem()
         following = i * plan.slices + at + 1
@@ -317,7 +317,7 @@ def decayed_chunks(q, k, g, beta, *, save, interpret=None):
         barriers |= {"beta": plgpu.Barrier(num_barriers=plan.warpgroups)}
     names = (*inputs, *plan.outputs)
     kernel = plgpu.kernel(
-        tiles.named("decayed_chunks", functools.partial(_body, plan, names)),
+        launches.named("decayed_chunks", functools.partial(_body, plan, names)),
         out_type=tuple(plan.outputs.values()),
         scratch_types=(_scratch(plan), barriers, plgpu.Barrier(num_arrivals=plan.warpgroups)),
         grid=(plan.programs,),

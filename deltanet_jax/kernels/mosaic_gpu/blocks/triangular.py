@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu.lanes import BLOCK, WARP, thread_index
-from deltanet_jax.kernels.mosaic_gpu.scalars import (
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK, WARP, thread_index
+from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import (
     add,
     address_of,
     bits_and,
@@ -43,7 +44,6 @@ from deltanet_jax.kernels.mosaic_gpu.scalars import (
     times,
     write,
 )
-from deltanet_jax.kernels.mosaic_gpu.support import CHUNK
 
 __all__ = ["PAIR", "inverses", "scratch_shape"]
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, tiles
-from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH
+from deltanet_jax.kernels.mosaic_gpu.blocks import lanes, launches, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH
 
 __all__ = ["chain_pieces"]
 
@@ -53,20 +53,20 @@ def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
 
     def store(i, state):
         target = entering.at[(*place(i), slice(None), columns)]
-        tiles.store_f32_transposed(target, state, interpret=plan.interpret)
+        smem.store_f32_transposed(target, state, interpret=plan.interpret)
 
     def step(i, state):
         added = offsets.at[(*place(i), slice(None), columns)]
-        added = tiles.load_f32_transposed(added, interpret=plan.interpret)
+        added = smem.load_f32_transposed(added, interpret=plan.interpret)
         store(i, state)
         left = lanes.halves(state, interpret=plan.interpret)
         stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(loaded.at[stage])
         right = [x.at[stage] for x in buffers]
         if not plan.reverse:
-            right = [tiles.transposed(x) for x in right]
-        pairs = tiles.of_halves(left, right)
-        (state,) = tiles.accumulate((added, pairs), interpret=plan.interpret)
+            right = [smem.transposed(x) for x in right]
+        pairs = mma.of_halves(left, right)
+        (state,) = mma.accumulate((added, pairs), interpret=plan.interpret)
         # Every warp has read the map before another takes its place.
         plgpu.commit_smem()
         pl.when(i + STAGES < last)(lambda: load(i + STAGES))
@@ -75,7 +75,7 @@ def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
     for i in range(min(STAGES, last)):
         load(i)
     start = first.at[batch, head, :, columns]
-    state = tiles.load_f32_transposed(start, interpret=plan.interpret)
+    state = smem.load_f32_transposed(start, interpret=plan.interpret)
     store(last, lax.fori_loop(0, last, step, state))
 
 
@@ -96,9 +96,9 @@ def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=
     """
     batch, heads, key_dim, value_dim = first.shape
     plan = Plan(pieces, heads, value_dim // WIDTH, reverse, bool(interpret))
-    tile = tiles.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
+    tile = smem.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
     kernel = plgpu.kernel(
-        tiles.named("chain_pieces", functools.partial(_body, plan)),
+        launches.named("chain_pieces", functools.partial(_body, plan)),
         out_type=jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32),
         scratch_types=((tile, tile), plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)),
         grid=(batch * heads * plan.slices,),

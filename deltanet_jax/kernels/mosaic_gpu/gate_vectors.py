@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
-from deltanet_jax.kernels.mosaic_gpu.lanes import thread_index
-from deltanet_jax.kernels.mosaic_gpu.scalars import (
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, launches
+from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import thread_index
+from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import (
     add,
     bits_and,
     constant,
@@ -39,7 +39,6 @@ from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE
 
 __all__ = ["gate_gradient", "gate_vectors"]
 
-CHUNK = tiles.CHUNK
 ROWS = 8  # of a program: as many heads as fill what the memory gives at once, 32 bytes
 VECTOR = 4  # tokens of a thread
 LANES = CHUNK // VECTOR  # of a row
@@ -74,7 +73,7 @@ def _launch(name: str, by_thread, plain, inputs: dict, outputs: dict, turned, in
         inlined(by_thread)(first, sources, results, scratch)
 
     kernel = plgpu.kernel(
-        tiles.named(name, body),
+        launches.named(name, body),
         out_type=tuple(outputs.values()),
         scratch_types=(dict.fromkeys(turned, plgpu.SMEM((ROWS, PITCH), jnp.float32)),),
         grid=(1 if interpret else pl.cdiv(rows, ROWS),),

@@ -17,33 +17,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, memory, serial, tiles
-from deltanet_jax.kernels.mosaic_gpu.serial import WIDTH, Plan
+from deltanet_jax.kernels.mosaic_gpu import program, state_planes
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan
 
 __all__ = ["reverse_states"]
 
-CHUNK = tiles.CHUNK
 SHAPE = (CHUNK, WIDTH)
 
 
 def _write_cotangent(plan: Plan, tile, wait_scores):
     """`dw`, over scale."""
-    read = tile[plan.writes], tiles.transposed(tile["state"])
-    own = tiles.transposed(tile["scores"]), tile["do"]
+    read = tile[plan.writes], smem.transposed(tile["state"])
+    own = smem.transposed(tile["scores"]), tile["do"]
     if not plan.gated:
         wait_scores()
-        return tiles.product(SHAPE, own, read)
-    dw = tiles.product(SHAPE, read)
-    dw *= tiles.over_rows(jnp.exp(tile["b"][CHUNK - 1] - tiles.row(tile["b"])), SHAPE)
+        return mma.product(SHAPE, own, read)
+    dw = mma.product(SHAPE, read)
+    dw *= smem.over_rows(jnp.exp(tile["b"][CHUNK - 1] - smem.row(tile["b"])), SHAPE)
     wait_scores()
-    return tiles.product(SHAPE, own, init=dw, interpret=plan.interpret)
+    return mma.product(SHAPE, own, init=dw, interpret=plan.interpret)
 
 
 def _decayed(plan: Plan, tile, state: list) -> list:
     """The blocks of the cotangent of the state times the decay over the chunk."""
     if plan.channels:
-        kept = [tiles.row(tile["kept"].at[rows]) for rows in plan.rows]
-        return [x * tiles.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
+        kept = [smem.row(tile["kept"].at[rows]) for rows in plan.rows]
+        return [x * smem.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
     if plan.gated:
         kept = jnp.exp(tile["b"][CHUNK - 1])
         return [x * kept for x in state]
@@ -54,7 +54,7 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
     """One chunk; returns the cotangent of the state before it."""
     dv = _write_cotangent(plan, tile, wait_scores)
     if plan.delta:
-        weighted = dv * tiles.over_rows(tiles.row(tile["beta"]), SHAPE)
+        weighted = dv * smem.over_rows(smem.row(tile["beta"]), SHAPE)
         parts = {"error": weighted.astype(plan.dtype)}
         if plan.precise:
             halves = lanes.halves(weighted, interpret=plan.interpret)
@@ -62,14 +62,14 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
         for name, part in parts.items():
             tile[name][...] = part
         plgpu.commit_smem()
-        inverse = tiles.transposed(tile["inverse"])
-        dv = tiles.product(SHAPE, *((inverse, tile[name]) for name in parts))
+        inverse = smem.transposed(tile["inverse"])
+        dv = mma.product(SHAPE, *((inverse, tile[name]) for name in parts))
     if not plan.only_state:
         tile["dv"][...] = (dv * plan.scale).astype(plan.dtype)
     if plan.gated:
-        decay = tiles.over_rows(jnp.exp(tiles.row(tile["b"])), SHAPE)
+        decay = smem.over_rows(jnp.exp(smem.row(tile["b"])), SHAPE)
         dv *= decay
-        tile["do"][...] = (tiles.matrix(tile["do"]) * decay).astype(plan.dtype)
+        tile["do"][...] = (smem.matrix(tile["do"]) * decay).astype(plan.dtype)
     state = _decayed(plan, tile, state)
     if plan.delta:
         tile["error"][...] = (-dv).astype(plan.dtype)
@@ -78,11 +78,11 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
         plgpu.copy_smem_to_gmem(tile["dv"], refs["dv"].at[tokens])
     steps = []
     for block, rows in zip(state, plan.rows, strict=True):
-        pairs = [(tiles.transposed(tile["q"].at[:, rows]), tile["do"])]
+        pairs = [(smem.transposed(tile["q"].at[:, rows]), tile["do"])]
         if plan.delta:
-            pairs += [(tiles.transposed(tile["k"].at[:, rows]), tile["error"])]
+            pairs += [(smem.transposed(tile["k"].at[:, rows]), tile["error"])]
         steps += [(block, pairs)]
-    return tiles.accumulate(*steps, interpret=plan.interpret)
+    return mma.accumulate(*steps, interpret=plan.interpret)
 
 
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
@@ -90,8 +90,8 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
 
     def store_cotangent(tile, tokens):
         # Asked for again: held in a register over the loop, it would make others spill.
-        plane = serial.plane(plan)
-        for i, name in enumerate(memory.planes_of(plan.value_dim)):
+        plane = program.plane(plan)
+        for i, name in enumerate(state_planes.planes_of(plan.value_dim)):
             target = refs[name].at[batch, tokens, head]
             store = functools.partial(plgpu.copy_smem_to_gmem, tile, target)
             pl.when(plane == i)(store)
@@ -102,7 +102,7 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for rows, block in zip(plan.rows, state, strict=True):
             low = block.astype(plan.dtype)
-            tiles.store_transposed(tile.at[:, rows], low, interpret=plan.interpret)
+            smem.store_transposed(tile.at[:, rows], low, interpret=plan.interpret)
         plgpu.commit_smem()
         tokens = pl.ds(chunk * CHUNK, CHUNK)
         if not plan.only_state:
@@ -114,9 +114,9 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         return state
 
     places = [(batch, head, rows, columns) for rows in plan.rows]
-    state = [tiles.zeros(SHAPE) for _ in places]
+    state = [smem.zeros(SHAPE) for _ in places]
     if "end" in refs:
-        state = [tiles.load_f32(refs["end"].at[place]) for place in places]
+        state = [smem.load_f32(refs["end"].at[place]) for place in places]
     state = lax.fori_loop(0, plan.chunks, step, state)
     if "dstate" in refs:
         for place, block in zip(places, state, strict=True):
@@ -151,12 +151,12 @@ def reverse_states(
         chunk in `planes` by name, each `[B, T, HV, K]`, and, if `start`, that of the initial
         state `dstate` `[B, HV, K, V]`, float32.
     """
-    vectors = serial.vectors_of(beta, b)
-    plan = serial.plan_for(
+    vectors = program.vectors_of(beta, b)
+    plan = program.plan_for(
         q, do, vectors, channels,
         scale=scale, interpret=interpret, only_state=only_state, reverse=True,
     )  # fmt: skip
-    inputs = {"do": do} | serial.inputs_of(q, k, inverse, vectors, channels)
+    inputs = {"do": do} | program.inputs_of(q, k, inverse, vectors, channels)
     if dstate is not None:
         inputs |= {"end": dstate}
     own = {"state": (WIDTH, plan.key_dim)}
@@ -170,8 +170,8 @@ def reverse_states(
     if not only_state:
         plane = shape((*do.shape[:3], plan.key_dim), do.dtype)
         outputs |= {"dv": shape(do.shape, do.dtype)}
-        outputs |= dict.fromkeys(memory.planes_of(plan.value_dim), plane)
-    return serial.launch(
+        outputs |= dict.fromkeys(state_planes.planes_of(plan.value_dim), plane)
+    return program.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
         values="do", interpret=interpret,
     )  # fmt: skip

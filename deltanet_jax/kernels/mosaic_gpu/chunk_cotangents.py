@@ -24,13 +24,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import lanes, memory, tiles
-from deltanet_jax.kernels.mosaic_gpu.backward_grads import SMALL_BETA
+from deltanet_jax.kernels.mosaic_gpu import state_planes
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.chunk_gradients import SMALL_BETA
 from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
 
 __all__ = ["chunk_cotangents"]
 
-CHUNK = tiles.CHUNK
 WIDTH = 64  # channels at a time
 SQUARE = (CHUNK, CHUNK)
 
@@ -48,7 +48,7 @@ class Plan(ChunkPlan):
 
     @property
     def planes(self) -> tuple[str, ...]:
-        return memory.planes_of(self.value_dim)
+        return state_planes.planes_of(self.value_dim)
 
     @property
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -61,7 +61,7 @@ class Plan(ChunkPlan):
 
 
 def _scratch(plan: Plan):
-    tile = functools.partial(tiles.tile, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, dtype=plan.dtype)
     buffers = dict.fromkeys(plan.values, tile(CHUNK, plan.value_dim))
     buffers |= {"state": tile(WIDTH, plan.value_dim), "dstate": tile(plan.value_dim, WIDTH)}
     # Every one of these holds several squares in turn, of pairs or of 64 channels.
@@ -86,14 +86,14 @@ def _settle() -> None:
 def _dot_rows(x, y) -> jax.Array:
     """`rowsum(x * y)` of two tiles; small squares keep registers free."""
     parts = [(slice(None), pl.ds(i, CHUNK)) for i in range(0, x.shape[1], CHUNK)]
-    return sum((tiles.matrix(x.at[at]) * tiles.matrix(y.at[at])).sum(axis=1) for at in parts)
+    return sum((smem.matrix(x.at[at]) * smem.matrix(y.at[at])).sum(axis=1) for at in parts)
 
 
 def _pairs(plan: Plan, refs, buffers, loaded, place, name: str, x: jax.Array, factor: float):
     """Stores `factor * x * beta_j`; returns the diagonal of `forward^T x`, with the delta rule."""
     weighted = x * factor
     if "beta" in buffers:
-        weighted *= tiles.over_columns(tiles.column(buffers["beta_column"]), SQUARE)
+        weighted *= smem.over_columns(smem.column(buffers["beta_column"]), SQUARE)
         _settle()
         plgpu.copy_gmem_to_smem(refs[f"{name}_of"].at[place], buffers["third"], loaded["third"])
         buffers["first"][...] = x.astype(buffers["first"].dtype)
@@ -103,8 +103,8 @@ def _pairs(plan: Plan, refs, buffers, loaded, place, name: str, x: jax.Array, fa
     if "beta" not in buffers:
         return None
     plgpu.barrier_wait(loaded["third"])
-    pair = tiles.transposed(buffers["third"]), buffers["first"]
-    return lanes.diagonal(tiles.product(SQUARE, pair), interpret=plan.interpret)
+    pair = smem.transposed(buffers["third"]), buffers["first"]
+    return lanes.diagonal(mma.product(SQUARE, pair), interpret=plan.interpret)
 
 
 def _body(plan: Plan, names, *args):
@@ -121,7 +121,7 @@ def _body(plan: Plan, names, *args):
         plgpu.copy_gmem_to_smem(state, buffers["state"], loaded["states"])
         sources = [refs[name] for name in plan.planes]
         own = batch, tokens, head, channels
-        memory.load_planes(sources, own, buffers["dstate"], loaded["states"])
+        state_planes.load_planes(sources, own, buffers["dstate"], loaded["states"])
 
     for name in plan.values:
         values = refs[name].at[batch, tokens, head]
@@ -131,17 +131,17 @@ def _body(plan: Plan, names, *args):
             plgpu.copy_gmem_to_smem(refs["beta_of"].at[place], buffers[name], loaded["values"])
     load_states(0)
     plgpu.barrier_wait(loaded["values"])
-    right = tiles.transposed(buffers["u"])
+    right = smem.transposed(buffers["u"])
     pairs = functools.partial(_pairs, plan, refs, buffers, loaded, place)
-    y = lanes.masked(tiles.product(SQUARE, (buffers["do"], right)), interpret=plan.interpret)
+    y = lanes.masked(mma.product(SQUARE, (buffers["do"], right)), interpret=plan.interpret)
     diagonal = pairs("scores", y, plan.scale)
     dbeta = jnp.zeros((CHUNK,), jnp.float32)
     beta = None
     if plan.delta:
-        x = tiles.product(SQUARE, (buffers["dv"], right))
+        x = mma.product(SQUARE, (buffers["dv"], right))
         x = lanes.masked(x, operator.gt, interpret=plan.interpret)
         dbeta = plan.scale * diagonal - pairs("overlaps", x, -1.0)
-        beta = tiles.row(buffers["beta"])
+        beta = smem.row(buffers["beta"])
 
     def step(at, dbeta):
         channels = pl.ds(at * WIDTH, WIDTH)
@@ -150,19 +150,19 @@ def _body(plan: Plan, names, *args):
         if plan.delta:
             plgpu.copy_gmem_to_smem(refs["writes_of"].at[own], buffers["third"], loaded["third"])
         plgpu.barrier_wait(loaded["states"])
-        kept = memory.dot_rows(buffers["state"], buffers["dstate"], interpret=plan.interpret)
+        kept = state_planes.dot_rows(buffers["state"], buffers["dstate"], interpret=plan.interpret)
         buffers["kept"][...] = plan.scale * kept
-        state = tiles.transposed(buffers["state"])
-        read = tiles.product(SQUARE, (buffers["do"], state))
+        state = smem.transposed(buffers["state"])
+        read = mma.product(SQUARE, (buffers["do"], state))
         buffers["first"][...] = (plan.scale * read).astype(plan.dtype)
         if plan.delta:
-            erased = tiles.product(SQUARE, (buffers["dv"], state))
+            erased = mma.product(SQUARE, (buffers["dv"], state))
             buffers["second"][...] = (-erased).astype(plan.dtype)
-        written = plan.scale * tiles.product(SQUARE, (buffers["u"], buffers["dstate"]))
+        written = plan.scale * mma.product(SQUARE, (buffers["u"], buffers["dstate"]))
         if plan.delta:
             plgpu.barrier_wait(loaded["third"])
-            dbeta += (tiles.matrix(buffers["third"]) * written).sum(axis=1)
-            written *= tiles.over_rows(beta, SQUARE)
+            dbeta += (smem.matrix(buffers["third"]) * written).sum(axis=1)
+            written *= smem.over_rows(beta, SQUARE)
             plgpu.commit_smem()
         buffers["third"][...] = written.astype(plan.dtype)
         plgpu.commit_smem()
@@ -214,7 +214,7 @@ def chunk_cotangents(made, beta, u, do, dv, states, cotangents, *, scale, interp
         inputs |= {f"{name}_of": made[name] for name in ("writes", "scores", "overlaps")}
     names = (*inputs, *plan.outputs)
     kernel = plgpu.kernel(
-        tiles.named("chunk_cotangents", functools.partial(_body, plan, names)),
+        launches.named("chunk_cotangents", functools.partial(_body, plan, names)),
         out_type=tuple(plan.outputs.values()),
         scratch_types=_scratch(plan),
         grid=(batch * chunks * heads,),

@@ -40,13 +40,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.kernels.mosaic_gpu import gates, lanes, launches, memory, tiles
-from deltanet_jax.kernels.mosaic_gpu.gradient_plan import Place, Plan
+from deltanet_jax.kernels.mosaic_gpu import gate_vectors, pairs, state_planes
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.chunk_gradients_plan import Place, Plan
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chunk_gradients"]
 
-CHUNK = tiles.CHUNK
 # Below this, diag(dv u^T) / beta would divide rounding errors of fp16 subnormals.
 SMALL_BETA = 1 / 128
 SMALLEST_BETA = 2.0**-64
@@ -62,7 +62,7 @@ def _unless(condition):
 
 
 def _scratch(plan: Plan):
-    tile = functools.partial(tiles.tile, *plan.places, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, *plan.places, dtype=plan.dtype)
     keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
     state = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
@@ -123,7 +123,7 @@ def _load(plan: Plan, refs, buffers, barriers, place: Place):
         run = lax.div(chunk, plan.stride)
         pl.when(place.stored)(functools.partial(load, "state", batch, run, head, keys, values))
         own, sources = (batch, tokens, head, keys), [refs[name] for name in plan.planes[part]]
-        memory.load_planes(sources, own, buffers["dstate"], barriers["dstate"])
+        state_planes.load_planes(sources, own, buffers["dstate"], barriers["dstate"])
         # Its state is made while the tile of the chunk before is still read.
         _unless(place.stored)(load_corrected)
     wait("keys", first=True)
@@ -147,7 +147,7 @@ def _store(buffers, names, refs, plan: Plan, place: Place):
 
 
 def _dot_rows(ref, x: jax.Array) -> jax.Array:
-    return (tiles.matrix(ref) * x).sum(axis=1)
+    return (smem.matrix(ref) * x).sum(axis=1)
 
 
 def _overlap(plan: Plan, buffers) -> list:
@@ -160,17 +160,17 @@ def _next_state(plan: Plan, buffers, barriers):
     """`exp(b_C) S + (beta exp(b_C - b) k)^T u` in the place of `S`."""
     for i in range(0, plan.key_block, CHUNK):
         rows = pl.ds(i, CHUNK)
-        state = tiles.matrix(buffers["state"].at[rows])
-        keys = tiles.load_transposed(buffers["k"].at[:, rows], interpret=plan.interpret)
+        state = smem.matrix(buffers["state"].at[rows])
+        keys = smem.load_transposed(buffers["k"].at[:, rows], interpret=plan.interpret)
         if plan.gated:
             total = buffers["b"][CHUNK - 1]
             state *= jnp.exp(total)
-            rest = jnp.exp(total - tiles.column(buffers["b_column"]))
-            keys *= tiles.over_columns(rest, keys.shape)
+            rest = jnp.exp(total - smem.column(buffers["b_column"]))
+            keys *= smem.over_columns(rest, keys.shape)
         if plan.delta:
-            keys *= tiles.over_columns(tiles.column(buffers["beta_column"]), keys.shape)
+            keys *= smem.over_columns(smem.column(buffers["beta_column"]), keys.shape)
         pair = keys.astype(plan.dtype), buffers["u"]
-        state = tiles.product(state.shape, pair, init=state, interpret=plan.interpret)
+        state = mma.product(state.shape, pair, init=state, interpret=plan.interpret)
         if i == 0 and plan.delta:
             plgpu.barrier_wait(barriers["read"])
         buffers["state"].at[rows][...] = state.astype(plan.dtype)
@@ -186,10 +186,10 @@ def _divisor(beta: jax.Array) -> jax.Array:
 
 def _weights(plan: Plan, buffers) -> jax.Array | float:
     """What the products of pairs are multiplied by; above the diagonal anything."""
-    weights = tiles.pair_decay(buffers) if plan.gated else 1.0
+    weights = pairs.pair_decay(buffers) if plan.gated else 1.0
     if plan.weighs_pairs:
-        beta = _divisor(tiles.column(buffers["beta_column"]))
-        weights *= tiles.over_columns(beta, (CHUNK, CHUNK))
+        beta = _divisor(smem.column(buffers["beta_column"]))
+        weights *= smem.over_columns(beta, (CHUNK, CHUNK))
     return weights
 
 
@@ -214,13 +214,13 @@ def _wait_vectors(plan: Plan, barriers):
 def _query_products(plan: Plan, buffers, barriers, place: Place):
     """`do u^T`, `do S^T` and, with a gate, a product with the trace `<S, G>`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
-    product = functools.partial(tiles.product, interpret=plan.interpret)
+    product = functools.partial(mma.product, interpret=plan.interpret)
     y = dq = overlap = None
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(barriers["values"])
-        y = product(pair, (buffers["do"], tiles.transposed(buffers["u"])), init=y)
+        y = product(pair, (buffers["do"], smem.transposed(buffers["u"])), init=y)
         pl.when(place.stored)(lambda: plgpu.barrier_wait(barriers["state"]))
-        dq = product(shape, (buffers["do"], tiles.transposed(buffers["state"])), init=dq)
+        dq = product(shape, (buffers["do"], smem.transposed(buffers["state"])), init=dq)
         # Without a gate too: `dq` takes the place of what is loaded.
         plgpu.barrier_wait(barriers["dstate"])
         if plan.gated:
@@ -243,12 +243,12 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
     _store_pairs(plan, buffers, "y", y)
     if plan.weighs_keys:
         plgpu.barrier_wait(barriers["keys"])
-        beta = tiles.over_rows(tiles.row(buffers["beta"]), shape)
-        buffers["beta_k"][...] = (tiles.matrix(buffers["k"]) * beta).astype(plan.dtype)
+        beta = smem.over_rows(smem.row(buffers["beta"]), shape)
+        buffers["beta_k"][...] = (smem.matrix(buffers["k"]) * beta).astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers["ready"])
     if plan.gated:
-        dq *= tiles.over_rows(jnp.exp(tiles.row(buffers["b"])), shape)
+        dq *= smem.over_rows(jnp.exp(smem.row(buffers["b"])), shape)
     if not plan.weighs_keys:
         plgpu.barrier_wait(barriers["keys"])
 
@@ -258,7 +258,7 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
         plgpu.barrier_arrive(barriers["freed_state"])
 
     pairs = [(y, buffers[plan.keys]) for y in _pairs(buffers, "y")]
-    dq = plan.scale * tiles.product(shape, *pairs, init=dq, interpret=plan.interpret)
+    dq = plan.scale * mma.product(shape, *pairs, init=dq, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffers["dq"][...] = dq.astype(plan.dtype)
     if plan.gated:
@@ -281,20 +281,20 @@ def _pair_step(plan: Plan, buffers, x):
 def _key_products(plan: Plan, buffers, barriers, place: Place):
     """`u G^T` and, with the delta rule, `dv S^T`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
-    product = functools.partial(tiles.product, interpret=plan.interpret)
+    product = functools.partial(mma.product, interpret=plan.interpret)
     w = x = r = None
     _wait_vectors(plan, barriers)
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(barriers["values"])
         if plan.delta:
             plgpu.barrier_wait(barriers["dv"])
-            x = product(pair, (buffers["dv"], tiles.transposed(buffers["u"])), init=x)
+            x = product(pair, (buffers["dv"], smem.transposed(buffers["u"])), init=x)
             if part == plan.value_blocks - 1:
                 _pair_step(plan, buffers, x)
             pl.when(place.stored)(lambda: plgpu.barrier_wait(barriers["state"]))
             made = functools.partial(plgpu.barrier_wait, barriers["made"])
             _unless(place.stored)(made)
-            r = product(shape, (buffers["dv"], tiles.transposed(buffers["state"])), init=r)
+            r = product(shape, (buffers["dv"], smem.transposed(buffers["state"])), init=r)
             read = functools.partial(plgpu.barrier_arrive, barriers["read"])
             _unless(place.last)(read)
         plgpu.barrier_wait(barriers["dstate"])
@@ -306,15 +306,15 @@ def _key_products(plan: Plan, buffers, barriers, place: Place):
 
 def _of_tokens(plan: Plan, buffers, w, r):
     """`u G^T` and `dv S^T` times what their rows have in `W` and in `R`."""
-    weights = [_divisor(tiles.row(buffers["beta"]))] if plan.weighs_pairs else []
+    weights = [_divisor(smem.row(buffers["beta"]))] if plan.weighs_pairs else []
     if plan.gated:
-        weights += [jnp.exp(buffers["b"][CHUNK - 1] - tiles.row(buffers["b"]))]
+        weights += [jnp.exp(buffers["b"][CHUNK - 1] - smem.row(buffers["b"]))]
     if weights:
-        w *= tiles.over_rows(functools.reduce(operator.mul, weights), w.shape)
+        w *= smem.over_rows(functools.reduce(operator.mul, weights), w.shape)
     if plan.delta:
         read = -1 / plan.scale
         if plan.gated:
-            read = tiles.over_rows(read * jnp.exp(tiles.row(buffers["b"])), r.shape)
+            read = smem.over_rows(read * jnp.exp(smem.row(buffers["b"])), r.shape)
         r *= read
     return w, r
 
@@ -322,7 +322,7 @@ def _of_tokens(plan: Plan, buffers, w, r):
 def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
     """`dk` and the gradients of the gates of one chunk."""
     shape = (CHUNK, plan.key_block)
-    product = functools.partial(tiles.product, interpret=plan.interpret)
+    product = functools.partial(mma.product, interpret=plan.interpret)
     # `W / scale` or, where pairs are weighed, `beta W / scale`; `-R / scale`.
     w, r = _key_products(plan, buffers, barriers, place)
     w, r = _of_tokens(plan, buffers, w, r)
@@ -337,9 +337,9 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
     if plan.gated:
         # At once, and `beta` is loaded again below, as registers are short here.
         buffers["db_write"][...] = _dot_rows(keys, w)
-    pairs = [(tiles.transposed(y), buffers["q"]) for y in _pairs(buffers, "y")]
+    pairs = [(smem.transposed(y), buffers["q"]) for y in _pairs(buffers, "y")]
     if plan.delta:
-        pairs += [(tiles.transposed(x), buffers["k"]) for x in _pairs(buffers, "x")]
+        pairs += [(smem.transposed(x), buffers["k"]) for x in _pairs(buffers, "x")]
         r = product(shape, *((x, keys) for x in _pairs(buffers, "x")), init=r)
     if not plan.weighs_keys:
         ready()
@@ -352,7 +352,7 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
         db = -write
     names = ["dk"]
     if plan.delta:
-        beta = tiles.row(buffers["beta"])
+        beta = smem.row(buffers["beta"])
         divisor = _divisor(beta)
         dbeta = write / divisor if plan.weighs_pairs else _dot_rows(buffers["k"], w)
         if plan.gated:
@@ -362,9 +362,9 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
         free()
     if plan.delta:
         own = beta / divisor if plan.weighs_pairs else beta
-        w = w * tiles.over_rows(own, shape) + r
+        w = w * smem.over_rows(own, shape) + r
         dbeta *= plan.scale
-        other = tiles.row(buffers["diagonal"]) / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
+        other = smem.row(buffers["diagonal"]) / (jnp.maximum(beta, SMALL_BETA) * plan.key_blocks)
         both = DIAGONAL * other + (1 - DIAGONAL) * dbeta
         buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, both, dbeta)
         names += ["dbeta"]
@@ -447,7 +447,7 @@ def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
         pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="role")
 
     kernel = pl.kernel(
-        tiles.named("chunk_gradients", run),
+        launches.named("chunk_gradients", run),
         out_type=tuple(outputs.values()),
         mesh=plgpu.Mesh(
             grid=(plan.programs,), grid_names=("program",), num_threads=3, thread_name="role"
@@ -490,7 +490,7 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
     plan = Plan(
         batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
         float(scale), beta is not None, b is not None,
-        memory.stride(value_dim), 1, interpret is not None,
+        state_planes.stride(value_dim), 1, interpret is not None,
     )  # fmt: skip
     # Persistent programs, one for each multiprocessor.
     programs = 2 if interpret else MULTIPROCESSORS
@@ -504,5 +504,5 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
     if not plan.gated:
         return out["dq"], out["dk"], dbeta, None
     parts = {name: out[name] for name in GATE_PARTS}
-    dg = gates.gate_gradient(parts, b, scale=plan.scale, interpret=interpret)
+    dg = gate_vectors.gate_gradient(parts, b, scale=plan.scale, interpret=interpret)
     return out["dq"], out["dk"], dbeta, dg

@@ -12,11 +12,11 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import tiles
+from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, smem
 
 __all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of", "stride"]
 
-WIDTH = tiles.CHUNK  # columns of V in a plane, which has a token for each of them
+WIDTH = CHUNK  # columns of V in a plane, which has a token for each of them
 
 
 def stride(value_dim: int, *, channels: bool = False) -> int:
@@ -44,6 +44,6 @@ def dot_rows(state, cotangent, *, interpret) -> jax.Array:
     """`rowsum(S * G)` of the tiles of 64 rows of `S` and of `G^T`; squares keep registers free."""
     total = 0.0
     for at in (pl.ds(i, WIDTH) for i in range(0, state.shape[1], WIDTH)):
-        square = tiles.load_transposed(cotangent.at[at], interpret=interpret)
-        total += (tiles.matrix(state.at[:, at]) * square).sum(axis=1)
+        square = smem.load_transposed(cotangent.at[at], interpret=interpret)
+        total += (smem.matrix(state.at[:, at]) * square).sum(axis=1)
     return total

@@ -1,0 +1,69 @@
+"""Products of tiles by the tensor cores, for a warpgroup."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+__all__ = ["accumulate", "of_halves", "product", "products"]
+
+
+def _start(acc, pairs) -> None:
+    for lhs, rhs in pairs:
+        plgpu.wgmma(acc, lhs, rhs)
+
+
+def _emulated(shape, pairs) -> jax.Array:
+    """The interpreter has no products whose left operand is in registers."""
+    total = jnp.zeros(shape, jnp.float32)
+    for lhs, rhs in pairs:
+        total += jnp.dot(lhs[...], rhs[...], preferred_element_type=jnp.float32)
+    return total
+
+
+def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Array:
+    """`init` plus the sum of `lhs @ rhs` over pairs of tiles, in float32 registers."""
+    if init is not None:
+        return accumulate((init, pairs), interpret=interpret)[0]
+    return products((shape, pairs), interpret=interpret)[0]
+
+
+def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
+    """One product for each `(shape, pairs)`, none waiting for another.
+
+    `meanwhile` is called when all of them have been started.
+    """
+
+    def body(*accs):
+        for acc, (_, pairs) in zip(accs, operands, strict=True):
+            _start(acc, pairs)
+        if meanwhile is not None:
+            meanwhile()
+        return [acc[...] for acc in accs]
+
+    if interpret:
+        if meanwhile is not None:
+            meanwhile()
+        return [_emulated(*x) for x in operands]
+    accs = [plgpu.ACC(shape, jnp.float32) for shape, _ in operands]
+    # Without the barrier the compiler moves arithmetic on the result before the wait.
+    return jax.lax.optimization_barrier(pl.run_scoped(body, *accs))
+
+
+def of_halves(x, y) -> tuple:
+    """The products that make `x y` of two 16-bit pairs; that of the two low halves is left out."""
+    return (x[0], y[0]), (x[0], y[1]), (x[1], y[0])
+
+
+def accumulate(*operands, interpret) -> list[jax.Array]:
+    """`init` plus the sum of products for each `(init, pairs)`, none waiting for another."""
+
+    def body(accs):
+        for acc, (_, pairs) in zip(accs, operands, strict=True):
+            _start(acc, pairs)
+
+    if interpret:
+        return [init + _emulated(init.shape, pairs) for init, pairs in operands]
+    # Accumulating in place keeps one accumulator live, not two.
+    accs = tuple(plgpu.ACC.init(init) for init, _ in operands)
+    return list(jax.lax.optimization_barrier(pl.run_state(body)(accs)))
