@@ -1,4 +1,4 @@
-"""What context parallelism costs: the model of `scale.md`, and its check on a small case.
+"""Model the cost of context parallelism for `scale.md`, and check it on a small case.
 
 Run `python docs/scale_model.py`. The check compiles one DeltaNet operator for eight devices of
 the CPU and counts what XLA's program computes and sends, so it does not depend on the load.

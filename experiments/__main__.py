@@ -60,7 +60,7 @@ Options = (
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The options of one experiment; where it has presets, its defaults are the preset's."""
+    """Parse the options of one experiment; a preset sets its defaults."""
     preset = _preset(arguments)
     commands = (
         Annotated[
@@ -98,14 +98,14 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _preset(arguments: Sequence[str]) -> str:
-    """The preset is needed before the rest is parsed; a wrong one is tyro's to refuse."""
+    """Find the preset before the rest is parsed; tyro refuses a wrong one."""
     words = [part for word in arguments for part in word.split("=", 1)]
     named = [value for flag, value in itertools.pairwise(words) if flag == "--preset"]
     return named[-1] if named and named[-1] in SCAN_VS_CHUNK else "cpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one experiment; returns the exit status."""
+    """Run one experiment; return the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     prefer_quick_compilation()
     try:

@@ -108,7 +108,7 @@ class Retriever(nnx.Module):
         self.strengths = nnx.Param(jnp.zeros((symbols,)))
 
     def __call__(self, pairs: Pairs) -> Float[Array, "B N N"]:
-        """What each key reads after all pairs are written."""
+        """Read each key after all pairs are written."""
         symbols = self.keys.shape[0]
         real = pairs.real[..., None]
         values = jax.nn.one_hot(pairs.values, symbols) * real

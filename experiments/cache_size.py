@@ -1,4 +1,4 @@
-"""What a decoder keeps: the recurrent state against the keys and values of softmax attention.
+"""Compare the cache of a decoder: a recurrent state, and the keys and values of softmax attention.
 
 Bytes are those of actual arrays: the cache that a layer starts with, the state that
 `normalized_linear_attention` returns, and keys and values of `L` tokens. A state of `d x d`
@@ -39,7 +39,7 @@ class CacheSize:
     conv_size: int = 4
     """Taps of the layer's short convolutions, whose inputs are part of its cache."""
     longest: int = 4096
-    """Tokens up to which keys and values are kept; a power of two."""
+    """Tokens up to which keys and values are stored; a power of two."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None
@@ -52,7 +52,7 @@ def tree_bytes(tree: object) -> int:
 
 
 def key_value_cache(heads: int, d: int, tokens: int, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    """What softmax attention keeps after `tokens` tokens of one sequence."""
+    """Count bytes that softmax attention stores after `tokens` tokens of one sequence."""
     shape = (1, tokens, heads, d)
     return {"keys": jnp.zeros(shape, dtype), "values": jnp.zeros(shape, dtype)}
 
@@ -88,7 +88,7 @@ def crossover(state: int, heads: int, d: int, dtype: jnp.dtype) -> float:
 
 
 def first_larger(state: int, heads: int, d: int, dtype: jnp.dtype, guess: float) -> int:
-    """The first number of tokens whose keys and values are larger than the state, by looking."""
+    """Search the first number of tokens whose keys and values are larger than the state."""
     tokens = max(1, int(guess) - 3)
     while tree_bytes(key_value_cache(heads, d, tokens, dtype)) <= state:
         tokens += 1

@@ -1,4 +1,4 @@
-"""What one more token costs: a state of constant size against a cache of keys and values.
+"""Time one more token: with a state of constant size, and with a cache of keys and values.
 
 Both models are language models of one shape. The recurrent one has read its context, piece by
 piece; keys and values of softmax attention are random numbers, which take as long to attend to.

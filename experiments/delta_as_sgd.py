@@ -44,7 +44,7 @@ class DeltaAsSgd:
     repeats: int = 20
     """Steps on the same pair, for the stable range."""
     seed: int = 0
-    """Of the states, keys and values."""
+    """Seed of the states, keys and values."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None

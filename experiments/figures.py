@@ -84,7 +84,7 @@ STYLE = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look, for the figures drawn inside."""
+    """Set the style of the figures drawn inside."""
     with mpl.rc_context(STYLE):
         yield
 

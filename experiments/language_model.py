@@ -3,7 +3,7 @@
 The arms read the same bytes in the same order with as many parameters: they differ in whether
 the memory decays and whether it corrects what it holds; softmax attention is the baseline. The
 ablations take one thing from DeltaNet at a time: L2 normalisation of queries and keys, SiLU,
-convolutions. After training a model goes on from a piece of held-out text; what a token of
+convolutions. After training a model continues a piece of held-out text; what a token of
 that costs against the length of the context is measured beside a cache of keys and values.
 """
 
@@ -94,7 +94,7 @@ class LanguageModel(ModelSweep):
     """Files, directories of files or corpora written by `pack-text`; by default the source of
     this Python's standard library."""
     text_bytes: int = 8_000_000
-    """Bytes of it to use, at most; of a corpus no more is read."""
+    """Bytes of the text to use, at most; of a corpus no more is read."""
     length: int = 64
     """Bytes of a sequence."""
     test_windows: int = 64
@@ -355,7 +355,7 @@ def _band(ax: Axes, x: Sequence[float], ys: np.ndarray, arm: Arm) -> None:
 def _draw_curve(
     ax: Axes, options: LanguageModel, record: Run, name: str, lanes: Sequence[Row], count: int
 ) -> None:
-    """Of a block that was repeated after a kill, the last."""
+    """Draw losses against steps; of a block repeated after a kill, its last row counts."""
     rows = {row["step"]: row["loss"] for row in record.select(kind="train", arm=name)}
     steps = sorted(rows)
     rates = count // options.seeds

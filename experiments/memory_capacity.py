@@ -1,4 +1,4 @@
-"""What an untrained memory of one head holds: the sum against the delta rule.
+"""Measure what an untrained memory of one head holds: the sum, and the delta rule.
 
 Keys are random unit vectors, values random unit vectors, everything in float64 through the
 operators of the library. Four exact statements, no training:
@@ -52,7 +52,7 @@ class MemoryCapacity:
     rewrites: int = 8
     """How often every key of an orthonormal set is written again."""
     seed: int = 0
-    """Of the keys and values."""
+    """Seed of the keys and values."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None
@@ -87,7 +87,7 @@ def squared_errors(reads: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def nearest_accuracy(reads: np.ndarray, values: np.ndarray) -> float:
-    """How often the stored value nearest to a read is the right one (values are unit vectors)."""
+    """Count how often the stored value nearest to a read is right (values are unit vectors)."""
     nearest = (reads @ values.swapaxes(1, 2)).argmax(-1)
     return float((nearest == np.arange(values.shape[1])).mean())
 

@@ -35,7 +35,7 @@ class SumNet(DeltaNet):
 
 
 class KeyValueCache(NamedTuple):
-    """What softmax attention decodes from: room for `L` tokens, of which `length` are read.
+    """Cache of softmax attention: room for `L` tokens, of which `length` are read.
 
     The convolutions' parts are their last `W - 1` inputs, and `None` without convolutions.
     """
@@ -107,7 +107,7 @@ class SoftmaxAttention(nnx.Module):
         *,
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        """Go on from a cache that has room for these tokens."""
+        """Continue from a cache that has room for these tokens."""
         _no_mask(mask)
         projected, past, start = self._project(x), cache[3:], cache.length
         q, k, v = (
@@ -167,7 +167,7 @@ def rotate(x: Float[Array, "B T H K"], start: int | Int[Array, ""] = 0) -> Float
 
 
 class NoMLP(nnx.Module):
-    """In the place of an MLP: adds nothing."""
+    """Stand in for an MLP; adds nothing."""
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Zeros."""
@@ -218,7 +218,7 @@ def make_model(
 
 
 def memory_floats(config: DeltaNetConfig, memory: str, tokens: int) -> int:
-    """Numbers that all blocks keep of this many tokens, but for the convolutions' inputs."""
+    """Count values that all blocks store of this many tokens, without convolutions' inputs."""
     if memory == "softmax":
         return config.num_layers * 2 * tokens * config.hidden_size
     return config.num_layers * config.value_heads * config.key_dim * config.value_dim

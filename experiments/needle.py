@@ -41,7 +41,7 @@ EXPERIMENT = "needle"
 
 
 class Haystack(NamedTuple):
-    """What the needle lies in."""
+    """The text that the needle lies in."""
 
     repeated: bool
     marked: bool
@@ -75,7 +75,7 @@ class Needle(ModelSweep):
     test_sequences: int = 8
     """Sequences of the test for each seed, haystack, length and depth."""
     vocab_size: int = 10
-    """Tokens that there are."""
+    """Size of the vocabulary."""
     hidden_size: int = 32
     """Channels."""
     heads: int = 1

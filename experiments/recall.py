@@ -54,7 +54,7 @@ class Recall(ModelSweep):
     length: int = 64
     """Tokens of a sequence."""
     vocab_size: int = 64
-    """Tokens that there are, half of them keys and half values."""
+    """Size of the vocabulary, half of it keys and half values."""
     heads: int = 1
     """Heads."""
     layers: int = 1

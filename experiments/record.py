@@ -1,4 +1,4 @@
-"""The record of a run: a directory that is readable at any moment, and can be gone on with.
+"""The record of a run: a directory that is readable at any moment, and can be continued.
 
 ::
 
@@ -37,7 +37,7 @@ class RecordError(Exception):
 
 
 def environment() -> Row:
-    """What a figure depends on besides its options."""
+    """Return what a figure depends on besides its options."""
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
@@ -146,7 +146,7 @@ class Run:
 
     @classmethod
     def resume(cls, experiment: str, directory: Path) -> Self:
-        """Go on with a directory; raises `RecordError` if it is none of this experiment's."""
+        """Continue a directory; raise `RecordError` if it is not one of this experiment."""
         path = directory / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -221,7 +221,7 @@ def _new_directory(parent: Path, name: str | None) -> Path:
             raise RecordError(f"a run's name must be one path component; got {name!r}")
         directory = parent / name
         if directory.exists():
-            raise RecordError(f"{directory} exists already; go on with it by --resume {directory}")
+            raise RecordError(f"{directory} exists already; continue it with --resume {directory}")
         directory.mkdir()
         return directory
     stamp = time.strftime("%Y%m%d-%H%M%S")

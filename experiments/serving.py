@@ -43,7 +43,7 @@ class Serving:
     num_layers: int = 2
     """Layers."""
     vocab_size: int = 256
-    """Tokens of the vocabulary."""
+    """Size of the vocabulary."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None

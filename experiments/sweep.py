@@ -1,7 +1,7 @@
 """Many small trainings, recorded as they go: the seeds of one case run side by side.
 
 Parameters, batches and evaluations are functions of seed and step alone, and the state is
-kept after every block of steps: a run that was killed goes on as if nothing had happened.
+stored after every block of steps: a killed run continues as if nothing had happened.
 While one case trains, threads compile the next ones.
 """
 
@@ -50,12 +50,12 @@ Model = Any  # any nnx module; each case calls its own
 
 @dataclass(frozen=True)
 class Sweep:
-    """What every sweep of small trainings can be told."""
+    """Options of every sweep of small trainings."""
 
     preset: Literal["cpu", "gpu"] = "cpu"
     """Where the defaults below come from; every one of them can be set beside it."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Go on with this run directory, with the options it was started with but for `minutes`."""
+    """Continue this run directory with its own options, except `minutes`."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None
@@ -63,7 +63,7 @@ class Sweep:
     seed: int = 0
     """The first seed."""
     seeds: int = 3
-    """How many seeds, trained side by side."""
+    """Number of seeds, trained side by side."""
     rates: tuple[float, ...] = (3e-3,)
     """Learning rates, trained side by side; the best by the mean over seeds is reported."""
     steps: int = 1000
@@ -78,12 +78,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class ModelSweep(Sweep):
-    """What every sweep of small language models can be told."""
+    """Options of every sweep of small language models."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters are float32."""
+    """Dtype of computation; parameters are float32."""
     implementation: str | None = None
-    """Of the recurrence; by default the best for the platform."""
+    """Implementation of the operator; by default the best for the platform."""
 
 
 class OutOfTimeError(Exception):
@@ -96,9 +96,9 @@ class Case(NamedTuple):
     key: Mapping[str, object]
     make: Callable[[nnx.Rngs], Model]
     loss: Callable[[Model, jax.Array, jax.Array], jax.Array]
-    """Of a batch drawn by a key, for the variant of this index."""
+    """Loss of a batch drawn by a key, for the variant of this index."""
     measure: Callable[[Model, jax.Array, jax.Array], dict[str, jax.Array]]
-    """What is reported in the end, on data drawn by a key, for the variant of this index."""
+    """Scores reported at the end, on data drawn by a key, for the variant of this index."""
     variants: tuple[Mapping[str, object], ...] = ({},)
     """Settings that one program can take as data, trained side by side: no second compilation."""
 
@@ -218,7 +218,7 @@ class Program(NamedTuple):
     measure: Callable[..., dict[str, jax.Array]]
     """Parameters, keys and variants to the measurements."""
     seconds: float
-    """What compilation took."""
+    """Time of compilation."""
 
 
 def _compile(options: Sweep, case: Case) -> Program:
@@ -317,7 +317,7 @@ def cross_entropy(
 
 
 def best_rate(lanes_of: Iterable[Row], metric: str, *, smallest: bool = False) -> list[Row]:
-    """Of these lanes those of the learning rate whose mean over seeds is the best."""
+    """Select the lanes of the learning rate whose mean over seeds is the best."""
     lanes: dict[float, list[Row]] = {}
     for lane in lanes_of:
         lanes.setdefault(lane["rate"], []).append(lane)
@@ -339,7 +339,7 @@ def run_sweep(
     body: Callable[[Options, Run, Progress], None],
     finish: Callable[[Options, Run], None],
 ) -> int:
-    """Run, or go on with a run; returns the exit status."""
+    """Run, or continue a run; return the exit status."""
     if options.resume is not None:
         record = Run.resume(experiment, options.resume)
         saved = _restore(type(options), record.config["options"])
@@ -356,7 +356,7 @@ def run_sweep(
             again = f"python -m experiments {experiment} --resume"
             why = "interrupted" if interrupted else "out of time"
             console.print(f"{why}; what was measured is in {record.directory}")
-            console.print(f"go on with: {again} {shlex.quote(str(record.directory))}",
+            console.print(f"continue with: {again} {shlex.quote(str(record.directory))}",
                           soft_wrap=True)  # fmt: skip
             if interrupted:
                 return 130

@@ -1,7 +1,7 @@
 """Train a language model over a mesh of devices, of one process or of several.
 
 The mesh has axes for data, FSDP, heads and context. Batches depend on the step alone, so a run
-that was killed goes on from its last checkpoint as if nothing had happened, on another mesh too.
+that was killed continues from its last checkpoint, on another mesh too.
 """
 
 import sys
@@ -29,13 +29,13 @@ class TrainSharded:
     """Train over a mesh with data, FSDP, head and context axes; resumes from its checkpoints."""
 
     data: int = 1
-    """Copies of the parameters."""
+    """Mesh axis `data`: copies of the parameters."""
     fsdp: int = 1
-    """Parts of every parameter."""
+    """Mesh axis `fsdp`: parts of every parameter."""
     heads: int = 1
-    """Parts of the heads, the MLP and the vocabulary."""
+    """Mesh axis `heads`: parts of the heads, the MLP and the vocabulary."""
     context: int = 1
-    """Parts of every sequence."""
+    """Mesh axis `context`: parts of every sequence."""
     explicit: bool = False
     """Show the sharding of rows and tokens in the types of arrays."""
     steps: int = 20
@@ -51,21 +51,21 @@ class TrainSharded:
     num_layers: int = 2
     """Layers."""
     vocab_size: int = 64
-    """Tokens of the vocabulary."""
+    """Size of the vocabulary."""
     corpus: Path | None = None
-    """What to train on, written by `python -m experiments pack-text`; patterns by default."""
+    """Corpus written by `python -m experiments pack-text`; patterns by default."""
     learning_rate: float = 1e-2
     """Highest learning rate."""
     implementation: str = "chunkwise"
-    """Of the recurrence, on every device."""
+    """Implementation of the operator, on every device."""
     checkpoints: Path | None = None
     """Where checkpoints are written after every step, and looked for at the start."""
     coordinator: str | None = None
     """host:port of the first process of several; each must be given its number."""
     num_processes: int = 1
-    """How many processes run this together."""
+    """Number of processes that run this together."""
     process_id: int = 0
-    """The number of this one."""
+    """Number of this process, from 0."""
 
 
 def batch_of(options: TrainSharded, step: int) -> np.ndarray:

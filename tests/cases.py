@@ -92,7 +92,7 @@ def gate_shape(variant: Variant, shape: Shape) -> tuple[int, ...]:
 
 
 def layer_like(variant: str, shape: Shape, seed: int = 0) -> Inputs:
-    """What a layer feeds at initialisation: SiLU, unit keys, sigmoid beta, softplus gates."""
+    """Inputs as of a layer at initialisation: SiLU, unit keys, sigmoid beta, softplus gates."""
     rng, kind = rng_for("layer", variant, shape, seed), VARIANTS[variant]
     B, T, H, K, V, _ = shape
     inputs = {

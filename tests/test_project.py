@@ -1,4 +1,4 @@
-"""What holds of the source as a whole."""
+"""Properties of the source as a whole."""
 
 import ast
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What a user's own code looks like to a type checker; read by mypy, never run."""
+"""Code of a user, for a type checker; read by mypy, never run."""
 
 from typing import assert_type
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# Whoever has no safetensors may still ask the command line for help.
+# Without safetensors the command line still answers `--help`.
 try:
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import save_file
@@ -72,7 +72,7 @@ class LazyArray(NamedTuple):
 
 
 def refuse(what: object, problems: list[str]) -> None:
-    """All that is wrong in one error, if anything is."""
+    """Raise one error that lists all problems, if there are any."""
     if problems:
         raise ValueError(f"{what} cannot be converted:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -83,7 +83,7 @@ def without(names: Mapping[str, Any], ignore: tuple[str, ...]) -> dict[str, Any]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """What config.json holds."""
+    """Read config.json as a dictionary."""
     path = directory / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{directory} does not hold {CONFIG}")
@@ -151,7 +151,7 @@ def promoted_dtype(tensors: Mapping[str, Tensor]) -> jnp.dtype:
 
 
 def compare(wanted: Mapping[str, LazyArray], found: Mapping[str, Tensor]) -> list[str]:
-    """What is missing, unknown or of another shape."""
+    """List tensors that are missing, unknown or of another shape."""
     return [
         *(f"{name} is missing, shape {x.shape}" for name, x in wanted.items() if name not in found),
         *(f"{name} is unknown, shape {t.shape}" for name, t in found.items() if name not in wanted),
@@ -187,7 +187,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """To the disk, so that the new name cannot outlive a power cut that the bytes do not."""
+    """Flush to the disk, so that after a power cut no name exists without its bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -118,7 +118,7 @@ def _split_fused_gates(tensors: dict[str, Tensor], config: DeltaNetConfig) -> di
 
 
 def _drop_tied_head(tensors: dict[str, Tensor], config: DeltaNetConfig) -> list[str]:
-    """Of tied embeddings some writers store both names; two different ones are no tie."""
+    """Drop the second name of tied embeddings, which some writers store; report a difference."""
     if not config.tie_embeddings or HEAD not in tensors or EMBEDDINGS not in tensors:
         return []
     head = tensors.pop(HEAD)

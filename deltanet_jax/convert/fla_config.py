@@ -127,7 +127,7 @@ def _mlp_size(hidden: int, ratio: float | None, size: int | None) -> int:
 
 
 def _canonical(fields: dict[str, Any]) -> dict[str, Any]:
-    """What our own defaults would give is left to them, so that equal models have equal configs."""
+    """Leave out options that equal our defaults, so that equal models have equal configs."""
     defaulted = DeltaNetConfig(**fields | {"mlp_size": None}).mlp_width
     if fields["head_dim"] * fields["num_heads"] == fields["hidden_size"]:
         fields["head_dim"] = None

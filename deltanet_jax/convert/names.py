@@ -1,4 +1,4 @@
-"""Which tensor of flash-linear-attention is which parameter here, and how it is laid out."""
+"""Names and layouts: which tensor of flash-linear-attention is which parameter here."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ def _norm(name: str, path: str) -> Entry:
 
 
 def mixer_entries(options: LayerOptions) -> Iterator[Entry]:
-    """Of one mixer."""
+    """List the tensors of one mixer."""
     for name in ("q", "k", "v", "o"):
         yield _linear(f"{name}_proj")
     if options.conv_size is not None:
@@ -71,7 +71,7 @@ def mixer_entries(options: LayerOptions) -> Iterator[Entry]:
 
 
 def model_entries(config: DeltaNetConfig) -> Iterator[Entry]:
-    """Of a whole language model."""
+    """List the tensors of a whole language model."""
     yield Entry("model.embeddings.weight", ("embedding",), AS_IS)
     for i in range(config.num_layers):
         there, here = f"model.layers.{i}", ("blocks", i)

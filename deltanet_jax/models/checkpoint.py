@@ -83,7 +83,7 @@ class Checkpoints:
         *,
         step: int | None = None,
     ) -> int:
-        """Fill a model, and its optimiser, in place; the step they were written at.
+        """Fill a model, and its optimiser, in place; return the step they were written at.
 
         Arrays keep the sharding they have in `model`.
 

@@ -18,12 +18,12 @@ MLP_MULTIPLE = 64  # the MLP's width is rounded up to a multiple of this
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig(LayerOptions):
-    """Everything that fixes the parameters of a `DeltaNetLM`, and the dtype it computes in.
+    """Options that fix the parameters of a `DeltaNetLM`, and the dtype it computes in.
 
     The fields that are not listed here are those of `DeltaNet`.
 
     Attributes:
-        vocab_size: Tokens that there are.
+        vocab_size: Size of the vocabulary.
         num_layers: Blocks of a mixer and an MLP.
         norm_eps: Of all norms.
         mlp_size: Hidden width of the SwiGLU; by default 8/3 of `hidden_size`, rounded up to a

@@ -16,7 +16,7 @@ _Carry = tuple[jax.Array, LMCache]
 
 
 class _Sampling(NamedTuple):
-    """What a sampling loop is compiled for."""
+    """Static arguments of a sampling loop."""
 
     num_tokens: int
     temperature: float
@@ -71,7 +71,7 @@ def generate(
 def sample(
     logits: Float[Array, "B vocab"], key: Key[Array, ""], temperature: float, top_k: int | None
 ) -> Int[Array, " B"]:
-    """One token per row."""
+    """Sample one token per row."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     if top_k is None:

@@ -129,7 +129,7 @@ class Server:
         return sum(x.nbytes for x in jax.tree.leaves(self._cache))
 
     def step(self) -> list[Request]:
-        """Read the next tokens of every slot, sample where a prompt is read; who is done."""
+        """Read the next tokens of every slot, and sample; return finished requests."""
         fresh = self._admit()
         active = [r for r in self.slots if r is not None]
         if not active:
@@ -154,7 +154,7 @@ class Server:
             self.step()
 
     def _admit(self) -> np.ndarray:
-        """Give free slots to waiting requests; which slots are new."""
+        """Give free slots to waiting requests; return a mask of the new slots."""
         fresh = np.zeros(len(self.slots), bool)
         for i, request in enumerate(self.slots):
             if request is None and self.waiting:

@@ -107,7 +107,7 @@ def next_token_loss(
 
 
 def bits_per_token(loss: float) -> float:
-    """A loss in nats as bits; for a byte-level model, bits per byte.
+    """Convert a loss in nats to bits; for a byte-level model, bits per byte.
 
     Example:
         >>> bits_per_token(math.log(256))
@@ -124,7 +124,7 @@ def train_step(
     segment_ids: Int[Array, "B T"] | None = None,
     mask: Bool[Array, "B T"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """One update in place; the loss before it and the norm of its gradient.
+    """Update in place once; return the loss before it and the norm of its gradient.
 
     Example:
         >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)

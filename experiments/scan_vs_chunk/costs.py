@@ -1,4 +1,4 @@
-"""What each form should cost, from its algebra.
+"""Predict the cost of each algorithm from its algebra.
 
 XLA's own count cannot be used here: it counts the body of a loop once.
 """

@@ -175,7 +175,7 @@ def _maps(options: ScanVsChunk) -> list[int]:
 
 
 def _name_maps(ax: Axes, options: ScanVsChunk) -> None:
-    """What the dotted line is, along it and below: above it is the data that it explains."""
+    """Label the dotted line along it and below; the data that it explains is above."""
     maps = _maps(options)
     (x0, y0), (x1, y1) = ax.transData.transform(
         [(options.lengths[0], maps[0]), (options.lengths[-1], maps[-1])]

@@ -28,7 +28,7 @@ SHORT = {
 
 
 def run(options: ScanVsChunk) -> int:
-    """Run, or go on with a run; returns the exit status."""
+    """Run, or continue a run; return the exit status."""
     if options.resume is not None:
         record = Run.resume(EXPERIMENT, options.resume)
         saved = restore(record.config["options"])
@@ -51,7 +51,7 @@ def run(options: ScanVsChunk) -> int:
                 f"python -m experiments {EXPERIMENT} --resume {shlex.quote(str(record.directory))}"
             )
             console.print(f"interrupted; what was measured is in {record.directory}")
-            console.print(f"go on with: {command}", soft_wrap=True)
+            console.print(f"continue with: {command}", soft_wrap=True)
             return 130
 
 

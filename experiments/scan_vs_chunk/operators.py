@@ -116,7 +116,7 @@ def memory_budget(options: ScanVsChunk) -> float:
 def inputs(
     options: ScanVsChunk, B: int, T: int, H: int, d: int
 ) -> tuple[Arrays, tuple[jax.Array, jax.Array]]:
-    """What a layer would pass: unit queries and keys, beta in (0, 1), mild decay; cotangents."""
+    """Draw layer-like inputs: unit queries and keys, beta in (0, 1), mild decay; and cotangents."""
     keys = jax.random.split(jax.random.key(options.seed), 7)
     normal = functools.partial(jax.random.normal, dtype=jnp.float32)
     q, k, v, weights = (normal(key, (B * T * H * d,)).reshape(B, T, H, d) for key in keys[:4])
@@ -195,7 +195,7 @@ def measure(options: ScanVsChunk, record: Run, bar: Progress) -> None:
 def _compile_all(
     options: ScanVsChunk, missing: list[Case], budget: float, task: TaskID, bar: Progress
 ) -> dict[Case, Prepared]:
-    """All of them, before the first is timed: nothing else runs beside a timing."""
+    """Compile all before the first is timed, so that nothing runs beside a timing."""
     with ThreadPoolExecutor(options.threads) as pool:
         waiting = {case: pool.submit(prepare, options, case, budget) for case in missing}
         try:
@@ -255,7 +255,7 @@ def measure_case(
 
 
 def _failure(error: jax.errors.JaxRuntimeError) -> Row:
-    """What becomes of a case that the device refuses: a row, and the others go on."""
+    """Return the row of a case that the device refuses; the others continue."""
     text = str(error)
     status = "does not fit" if "RESOURCE_EXHAUSTED" in text else "failed"
     return {"status": status, "reason": text.partition("\n")[0][:200]}

@@ -21,24 +21,23 @@ class ScanVsChunk:
     preset: Literal["cpu", "gpu"] = "cpu"
     """Where the defaults below come from; every one of them can be set beside it."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Go on with this run directory, with the options it was started with but for
-    `operator_seconds`."""
+    """Continue this run directory with its own options, except `operator_seconds`."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """Where run directories go."""
     name: str | None = None
     """Name of the run directory; the time by default."""
     seed: int = 0
-    """Of inputs, parameters and batches."""
+    """Seed of inputs, parameters and batches."""
     memory_budget: float | None = None
     """GB that one case may take; by default half of this machine's free memory, or 0.9 of the
-    accelerator's. What is predicted to need more is listed and not run."""
+    accelerator's. Cases predicted to need more are listed and not run."""
 
     operators: bool = True
     """Measure the operators."""
     gate: Literal["none", "scalar", "vector"] = "none"
-    """Which member with the delta rule: DeltaNet, Gated DeltaNet or KDA."""
+    """Which variant with the delta rule: DeltaNet, Gated DeltaNet or KDA."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the operators' q, k and v."""
+    """Dtype of the operators' q, k and v."""
     batch_size: int = 1
     """Sequences per call of an operator."""
     heads: int = 1
@@ -87,7 +86,7 @@ class ScanVsChunk:
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Text to train on; by default the source of this Python's standard library."""
     text_bytes: int = 4_000_000
-    """Bytes of it to use, at most."""
+    """Bytes of the text to use, at most."""
     steps: int = 40
     """Steps of training per layer."""
     train_batch: int = 4
@@ -101,7 +100,7 @@ class ScanVsChunk:
     train_heads: int = 2
     """Heads of each mixer."""
     learning_rate: float = 3e-3
-    """Of AdamW, after 10 steps of warm-up."""
+    """Learning rate of AdamW, after 10 steps of warm-up."""
     loss_tolerance: float = 1e-4
     """Nats by which the losses of one step may differ between layers."""
     checkpoint_every: int = 20

@@ -51,7 +51,7 @@ class Ready(NamedTuple):
 
 
 def plans(options: ScanVsChunk) -> dict[str, Plan]:
-    """What is trained: byte-level models, the small one by every layer, the large one for speed."""
+    """Models to train: a small byte-level one by every layer, a large one for speed."""
     small = DeltaNetConfig(
         vocab_size=256,
         hidden_size=options.width,
@@ -112,7 +112,7 @@ def _prepare(options: ScanVsChunk, plan: Plan) -> Ready:
 
 
 def train(options: ScanVsChunk, record: Run, bar: Progress) -> None:
-    """Every arm that the record does not have whole; an unfinished one goes on."""
+    """Train every arm that the record lacks, and continue an unfinished one."""
     text = read_text(options.text, options.text_bytes)
     note_text(record, text)
     todo = plans(options)

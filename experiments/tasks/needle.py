@@ -39,7 +39,7 @@ def draw_needles(
         batch_size: Sequences.
         longest: Size `T` of the arrays; from `length` on they hold marks, which no earlier
             token sees.
-        vocab_size: Tokens that there are; 0 is the mark.
+        vocab_size: Size of the vocabulary; token 0 is the mark.
         length: Tokens of a haystack with needle and question, at least `SHORTEST`; may be
             traced.
         depth: Where the needle begins, a fraction of the places that there are, `[B]` or for
@@ -67,7 +67,7 @@ def draw_needles(
 
 
 def followers(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """What came after the last earlier occurrence of every token, -1 where there is none."""
+    """Find the token after the last earlier occurrence of every token, -1 where there is none."""
     times = jnp.arange(tokens.shape[1])
     earlier = (tokens[:, :, None] == tokens[:, None, :]) & (times[:, None] > times)
     last = jnp.max(jnp.where(earlier, times, -1), axis=2)

@@ -32,7 +32,7 @@ def draw_recall(
     Args:
         key: Source of randomness.
         length: Tokens `T` of each sequence.
-        vocab_size: Tokens that there are.
+        vocab_size: Size of the vocabulary.
         counts: Pairs of each sequence, at most `longest_list(length, vocab_size)`.
 
     Returns:

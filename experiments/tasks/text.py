@@ -108,10 +108,10 @@ def batch(text: Text, *, seed: int, step: int, batch_size: int, length: int) -> 
 
 
 def note_text(record: Run, text: Text) -> None:
-    """What is trained on goes into the record.
+    """Note in the record what text is trained on.
 
     Raises:
-        ValueError: If a run that is gone on with finds other bytes.
+        ValueError: If a run that is continued finds other bytes.
     """
     noted = record.find(kind="text")
     if noted is None:

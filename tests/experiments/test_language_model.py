@@ -1,4 +1,4 @@
-"""Language models of a few numbers: equal sizes, a cache that continues, a run that goes on."""
+"""Language models of a few numbers: equal sizes, a cache that continues, a run that resumes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The task is what it says, the preset learns it, and a run given minutes goes on."""
+"""The task is what it says, the preset learns it, and a run given minutes resumes."""
 
 from dataclasses import replace
 

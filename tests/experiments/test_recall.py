@@ -39,7 +39,7 @@ def test_every_key_is_asked_for_once_and_its_value_is_the_target():
 
 
 def test_most_queries_come_soon_and_the_law_is_the_papers():
-    """Of one query, place `x` has a probability in proportion to `x^-0.99`."""
+    """For one query, position `x` has a probability in proportion to `x^-0.99`."""
     counts = jnp.ones((4000,), jnp.int32)
     targets = np.asarray(draw_recall(jax.random.key(1), 18, 16, counts)[1])
     places = (targets.argmax(1) - 2) // 2

@@ -1,4 +1,4 @@
-"""A record is readable at any moment and can be gone on with."""
+"""A record is readable at any moment and can be continued."""
 
 import csv
 import json

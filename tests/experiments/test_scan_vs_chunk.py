@@ -1,4 +1,4 @@
-"""A tiny ablation from start to end, broken off and gone on with."""
+"""A tiny ablation from start to end, interrupted and resumed."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a caller gets wrong is a ValueError that names the argument, what came and what fits."""
+"""Wrong input is a ValueError that names the argument, what came and what fits."""
 
 import jax
 import jax.numpy as jnp

@@ -36,7 +36,7 @@ CLOSE = {"rtol": 2e-5}
 
 @pytest.fixture(scope="module")
 def losses() -> dict[int, float]:
-    """What one device gives."""
+    """Result of one device."""
     return run(OPTIONS)
 
 

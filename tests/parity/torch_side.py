@@ -1,4 +1,4 @@
-"""What runs in PyTorch: their functions with gradients, and their models without Triton."""
+"""The PyTorch side: their functions with gradients, and their models without Triton."""
 
 from collections.abc import Callable
 from typing import Any
