@@ -34,7 +34,7 @@ def compile_kernel(kernel: str, chip: str, gate: str, T: int, H: int, D: int) ->
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from deltanet_jax.core.recurrence import Problem
+    from deltanet_jax.core.problem import Problem, Tokens
     from deltanet_jax.kernels.mosaic_tpu.backward import backward
     from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved
     from deltanet_jax.kernels.mosaic_tpu.forward import forward
@@ -48,7 +48,7 @@ def compile_kernel(kernel: str, chip: str, gate: str, T: int, H: int, D: int) ->
 
     qkv = array(1, T, H, D, dtype=jnp.bfloat16)
     gates = {"none": None, "scalar": array(1, T, H), "vector": array(1, T, H, D)}
-    problem = Problem(qkv, qkv, qkv, gates[gate], array(1, T, H), None, None, D**-0.5, None)
+    problem = Problem(Tokens(qkv, qkv, qkv, gates[gate], array(1, T, H)), scale=D**-0.5)
     plan = make_plan(problem, None, False)
     G, C = plan.heads, plan.chunk
     blocks = (H // G, T // C, G)

@@ -24,7 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 # callers themselves, with errors that the tests expect, and a `Problem` may hold abstract arrays.
 from jaxtyping import install_import_hook
 
-CHECKED = ["affine", "chunk", "decay", "reference", "wy"]
+CHECKED = ["affine", "chunk", "decay", "reference", "triangular"]
 
 with install_import_hook([f"deltanet_jax.core.{name}" for name in CHECKED], "beartype.beartype"):
     import deltanet_jax  # noqa: F401

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float
 
 from deltanet_jax.core.affine import AffineMap
 from deltanet_jax.core.decay import decay_from_start, decay_to_end, scores, total_decay
-from deltanet_jax.core.recurrence import dot
-from deltanet_jax.core.wy import unit_lower_solve
+from deltanet_jax.core.numerics import dot
+from deltanet_jax.core.problem import Tokens
+from deltanet_jax.core.triangular import unit_lower_solve
 
 __all__ = [
-    "Chunk",
     "WYForm",
     "chunk_map",
     "prepare_wy",
@@ -35,23 +35,13 @@ __all__ = [
 Precision = jax.lax.Precision | None
 
 
-class Chunk(NamedTuple):
-    """The tokens of a chunk. `D` is 1 for a scalar gate and `K` for a vector gate."""
-
-    q: Float[Array, "*B C K"]
-    k: Float[Array, "*B C K"]
-    v: Float[Array, "*B C V"]
-    g: Float[Array, "*B C D"] | None
-    beta: Float[Array, "*B C 1"] | None
-
-
 def scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
     """`x` times its decay, where there is a gate."""
     return x if decay is None else x * decay
 
 
 def system_of(
-    chunk: Chunk, beta: Float[Array, "*B C 1"], precision: Precision
+    chunk: Tokens, beta: Float[Array, "*B C 1"], precision: Precision
 ) -> Float[Array, "*B C C"]:
     """`L = stril(beta_i P(k,k)_ij)`."""
     return beta * scores(chunk.k, chunk.k, chunk.g, strict=True, precision=precision)
@@ -78,7 +68,7 @@ class WYForm(NamedTuple):
         return scale(state, self.total) + dot("...ck,...cv->...kv", self.keys, writes, precision)
 
 
-def prepare_wy(chunk: Chunk, precision: Precision) -> WYForm:
+def prepare_wy(chunk: Tokens, precision: Precision) -> WYForm:
     """Form 2 of a chunk; also the only form of a member without the delta rule."""
     keys, total = scale(chunk.k, decay_to_end(chunk.g)), total_decay(chunk.g)
     if chunk.beta is None:
@@ -91,7 +81,7 @@ def prepare_wy(chunk: Chunk, precision: Precision) -> WYForm:
 
 
 def write(
-    chunk: Chunk,
+    chunk: Tokens,
     state: Float[Array, "*B K V"],
     writes: Float[Array, "*B C V"],
     precision: Precision,
@@ -103,7 +93,7 @@ def write(
 
 
 def read(
-    chunk: Chunk,
+    chunk: Tokens,
     state: Float[Array, "*B K V"],
     writes: Float[Array, "*B C V"],
     precision: Precision,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.recurrence import dot
+from deltanet_jax.core.numerics import dot
 
 __all__ = ["decay_from_start", "decay_to_end", "scores", "total_decay"]
 

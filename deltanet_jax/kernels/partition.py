@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem
 
 __all__ = ["mesh_of", "over_devices"]
 
@@ -120,13 +120,13 @@ def _likely_axes(problem: Problem, sizes: dict[str, int]) -> tuple[Axes, Axes]:
 
 
 def _specs(problem: Problem, batch: Axes, heads: Axes) -> tuple[Problem, tuple[P, P]]:
-    """Of every array of the problem, and of outputs and final state."""
+    """Return the axes that split each array of the problem, and outputs and final state."""
     tokens: P = P(batch, None, heads)  # type: ignore[no-untyped-call]
     state: P = P(batch, heads)  # type: ignore[no-untyped-call]
-    tokens_only: P = P(batch)  # type: ignore[no-untyped-call]
-    axes = {"reset": tokens_only, "initial_state": state}
-    names = ("q", "k", "v", "g", "beta", "initial_state", "reset")
+    rows: P = P(batch)  # type: ignore[no-untyped-call]
     given: dict[str, Any] = {
-        name: axes.get(name, tokens) for name in names if getattr(problem, name) is not None
+        name: axes
+        for name, axes in (("initial_state", state), ("reset", rows))
+        if getattr(problem, name) is not None
     }
-    return replace(problem, **given), (tokens, state)
+    return replace(problem.map_tokens(lambda _: tokens), **given), (tokens, state)

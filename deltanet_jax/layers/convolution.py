@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.parameters import HEADS, parameter
 
 __all__ = ["ShortConvolution", "causal_convolution", "next_inputs"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.parameters import HEADS, parameter
 
 __all__ = [

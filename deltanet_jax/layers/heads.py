@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float, Int
 
-from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.convolution import ShortConvolution, causal_convolution
 from deltanet_jax.layers.features import FEATURE_MAPS
 from deltanet_jax.layers.norms import NORMS

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.parameters import parameter
 
 __all__ = ["NORMS", "RMSNorm", "l2_norm", "no_norm", "sum_norm"]

@@ -9,7 +9,7 @@ from deltanet_jax.layers.features import FEATURE_MAPS, feature_dim
 from deltanet_jax.layers.norms import NORMS
 from deltanet_jax.ops.api import Choice
 from deltanet_jax.ops.canonical import canonical_chunk_size, check_positive
-from deltanet_jax.ops.variants import check_name
+from deltanet_jax.ops.dispatch import check_name
 
 __all__ = ["GATES", "OUTPUT_GATES", "LayerOptions", "check_implementation"]
 

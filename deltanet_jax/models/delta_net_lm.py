@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax import compat
-from deltanet_jax.core.recurrence import accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.checks import check_per_token
 from deltanet_jax.layers.delta_net import DeltaNet

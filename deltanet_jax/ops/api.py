@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from deltanet_jax.core import recurrence
-from deltanet_jax.core.recurrence import accumulation_dtype
-from deltanet_jax.ops import canonical, ragged, variants
+from deltanet_jax.core.numerics import accumulation_dtype
+from deltanet_jax.core.problem import start_state
+from deltanet_jax.ops import canonical, dispatch, ragged
 from deltanet_jax.ops.arguments import CallOptions, Choice, Gate, Options, Result, Segments
+from deltanet_jax.ops.dispatch import Implementation
 from deltanet_jax.ops.signature import checked_call, required
-from deltanet_jax.ops.variants import Implementation
 
 __all__ = [
     "Choice",
@@ -121,15 +121,15 @@ def linear_attention(
         precision=precision,
     )
     size = canonical.canonical_chunk_size(chunk_size)
-    algorithm = variants.choose(implementation, problem, size)
+    algorithm = dispatch.choose(implementation, problem, size)
     if cu_seqlens is not None:
         o, states = ragged.run_ragged(
             problem, jnp.asarray(cu_seqlens), algorithm=algorithm, chunk_size=size
         )
         return o.astype(jnp.result_type(v)), states
     if problem.q.shape[1] == 0:
-        return problem.v.astype(jnp.result_type(v)), recurrence.start_state(problem)
-    o, final_state = variants.run(problem, algorithm=algorithm, chunk_size=size)
+        return problem.v.astype(jnp.result_type(v)), start_state(problem)
+    o, final_state = dispatch.run(problem, algorithm=algorithm, chunk_size=size)
     return o.astype(jnp.result_type(v)), final_state
 
 
@@ -349,8 +349,8 @@ def step(
         segment_ids=None,
         precision=None,
     )
-    algorithm = variants.choose_for_one_token(problem)
-    o, new_state = variants.run(problem, algorithm=algorithm, chunk_size=1)
+    algorithm = dispatch.choose_for_one_token(problem)
+    o, new_state = dispatch.run(problem, algorithm=algorithm, chunk_size=1)
     return o[:, 0].astype(v.dtype), new_state
 
 
@@ -392,7 +392,7 @@ def why_not(
 
     def ask(arrays: dict[str, object]) -> None:
         problem = canonical.canonical_problem(**arrays, **static)
-        reasons.append(variants.reason_against(implementation, problem, size))
+        reasons.append(dispatch.reason_against(implementation, problem, size))
 
     jax.eval_shape(ask, arrays)
     return reasons[0]

@@ -6,7 +6,7 @@ from typing import TypedDict
 import jax
 from jaxtyping import Array, Float, Int
 
-from deltanet_jax.ops.variants import Implementation
+from deltanet_jax.ops.dispatch import Implementation
 
 __all__ = ["CallOptions", "Choice", "Gate", "Options", "Result", "Segments"]
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from deltanet_jax.core.affine import AffineMap, apply, compose, token_maps
 from deltanet_jax.core.chunk import chunk_map, prepare_wy, read
-from deltanet_jax.core.recurrence import Problem, decay_with_resets, dot, start_state
-from deltanet_jax.ops.layout import as_chunks, from_chunks, tokens_of
+from deltanet_jax.core.numerics import dot
+from deltanet_jax.core.problem import Problem, start_state, tokens_of
+from deltanet_jax.ops.layout import as_chunks, from_chunks
 
 __all__ = ["associative", "associative_chunks", "numbers_in_chunk_maps"]
 
@@ -55,13 +56,11 @@ def _prefix_states(
 
 def _over_tokens(problem: Problem) -> tuple[jax.Array, jax.Array]:
     start = start_state(problem)
-    k, v = problem.k.astype(start.dtype), problem.v.astype(start.dtype)
-    g, beta = decay_with_resets(problem), problem.beta
-    if g is not None and g.ndim == 3:
-        g = g[..., None]
-    maps = token_maps(k, v, g, None if beta is None else beta[..., None])
+    tokens = tokens_of(problem)
+    q, k, v = (x.astype(start.dtype) for x in (tokens.q, tokens.k, tokens.v))
+    maps = token_maps(k, v, tokens.g, tokens.beta)
     states = _prefix_states(maps, start, 1, problem.precision)
-    o = dot("bthk,bthkv->bthv", problem.q.astype(start.dtype), states, problem.precision)
+    o = dot("bthk,bthkv->bthv", q, states, problem.precision)
     return o, states[:, -1]
 
 

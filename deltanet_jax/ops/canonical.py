@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltanet_jax.core.recurrence import Problem, accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
+from deltanet_jax.core.problem import Problem, Tokens
 
 __all__ = [
     "canonical_chunk_size",
@@ -201,12 +202,9 @@ def canonical_problem(
         axes = "[B, HV, K, V]" if sequences is None else "[N, HV, K, V]"
         states = (B if sequences is None else sequences, HV, K, V)
         initial_state = check_array("initial_state", initial_state, axes, states).astype(acc)
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
     return Problem(
-        q=q.astype(dtype),
-        k=k.astype(dtype),
-        v=v.astype(dtype),
-        g=_canonical_gate(g, (B, T, HV, K), acc),
-        beta=beta,
+        tokens=Tokens(q, k, v, _canonical_gate(g, (B, T, HV, K), acc), beta),
         initial_state=initial_state,
         reset=_canonical_reset(segment_ids, B, T),
         scale=canonical_scale(scale, K),

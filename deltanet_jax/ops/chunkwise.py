@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy, read, write
-from deltanet_jax.core.recurrence import Problem, start_state
-from deltanet_jax.core.solve import solve_chunk
+from deltanet_jax.core.chunk import WYForm, prepare_wy, read, write
+from deltanet_jax.core.chunk_solve import solve_chunk
+from deltanet_jax.core.problem import Problem, Tokens, start_state, tokens_of
 from deltanet_jax.ops.layout import (
     as_chunks,
     each_chunk,
     from_chunks,
     scan_blocks,
-    tokens_of,
 )
 
 __all__ = ["chunkwise", "chunkwise_solve"]
@@ -54,7 +53,7 @@ def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, 
     problem = problem.with_repeated_keys()
 
     # Scaled and rounded block by block: no pass over the whole output in the wider type.
-    def body(state: State, tokens: Chunk) -> tuple[State, jax.Array]:
+    def body(state: State, tokens: Tokens) -> tuple[State, jax.Array]:
         state, o = block(state, tokens, precision=problem.precision)
         return state, (o * problem.scale).astype(problem.v.dtype)
 
@@ -63,7 +62,7 @@ def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, 
 
 
 def _solve_chunks(
-    state: State, tokens: Chunk, *, chunk_size: int, precision: Precision
+    state: State, tokens: Tokens, *, chunk_size: int, precision: Precision
 ) -> tuple[State, jax.Array]:
     """One chunk after another, from tokens `[B, T, H, *]`."""
     outputs = []
@@ -78,7 +77,7 @@ def _solve_chunks(
 
 
 def _wy_segment(
-    state: State, tokens: Chunk, *, chunk_size: int, precision: Precision
+    state: State, tokens: Tokens, *, chunk_size: int, precision: Precision
 ) -> tuple[State, jax.Array]:
     """One segment: prepare all its chunks, pass the state through them, read all outputs."""
     chunks = as_chunks(tokens, chunk_size)

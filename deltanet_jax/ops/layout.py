@@ -7,17 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.chunk import Chunk
-from deltanet_jax.core.recurrence import Problem, decay_with_resets
+from deltanet_jax.core.problem import Tokens
 
 __all__ = [
     "as_chunks",
     "each_chunk",
     "from_chunks",
-    "map_tokens",
     "scan_blocks",
     "split_time",
-    "tokens_of",
 ]
 
 
@@ -69,43 +66,26 @@ def scan_blocks(
     return state, join_time(o[:, None] if B == 1 else o)[:, :T]
 
 
-def map_tokens(function: Callable[[jax.Array], jax.Array], tokens: Chunk) -> Chunk:
-    """Apply `function` to every array of a chunk."""
-    q, k, v, g, beta = tokens
-    return Chunk(
-        function(q),
-        function(k),
-        function(v),
-        None if g is None else function(g),
-        None if beta is None else function(beta),
-    )
-
-
-def tokens_of(problem: Problem) -> Chunk:
-    """The problem's tokens, time on axis 1, with gates as columns."""
-    g, beta = decay_with_resets(problem), problem.beta
-    columns = [x if x is None or x.ndim == 4 else x[..., None] for x in (g, beta)]
-    return Chunk(problem.q, problem.k, problem.v, *columns)
-
-
-def as_chunks(tokens: Chunk, chunk_size: int) -> Chunk:
+def as_chunks(tokens: Tokens, chunk_size: int) -> Tokens:
     """`[B, N*C, H, *]` as chunks `[N, B, H, C, *]`, the last one padded."""
 
     def split(x: jax.Array) -> Float[Array, "N B H C D"]:
         return jnp.swapaxes(split_time(x, chunk_size), 2, 3)
 
-    return map_tokens(split, tokens)
+    chunks: Tokens = jax.tree.map(split, tokens)
+    return chunks
 
 
-def each_chunk(tokens: Chunk, chunk_size: int) -> list[Chunk]:
+def each_chunk(tokens: Tokens, chunk_size: int) -> list[Tokens]:
     """The chunks `[B, H, C, *]` of tokens `[B, N*C, H, *]`, cut so that gradients are joined.
 
     The gradient of an index into all chunks would be a sum of arrays padded with zeros.
     """
     count = tokens.q.shape[1] // chunk_size
-    parts = [[None] * count if x is None else jnp.split(x, count, axis=1) for x in tokens]
-    chunks = [Chunk(*fields) for fields in zip(*parts, strict=True)]
-    return [map_tokens(lambda x: jnp.swapaxes(x, 1, 2), chunk) for chunk in chunks]
+    fields, structure = jax.tree.flatten(tokens)
+    parts = [jnp.split(x, count, axis=1) for x in fields]
+    chunks = [[jnp.swapaxes(x, 1, 2) for x in chunk] for chunk in zip(*parts, strict=True)]
+    return [jax.tree.unflatten(structure, chunk) for chunk in chunks]
 
 
 def from_chunks(o: Float[Array, "N B H C V"]) -> Float[Array, "B T H V"]:

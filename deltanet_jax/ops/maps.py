@@ -5,10 +5,11 @@ import jax.numpy as jnp
 
 from deltanet_jax import compat
 from deltanet_jax.core.affine import AffineMap
-from deltanet_jax.core.chunk import Chunk, WYForm, prepare_wy
-from deltanet_jax.core.recurrence import Problem, accumulation_dtype, decay_with_resets
+from deltanet_jax.core.chunk import WYForm, prepare_wy
+from deltanet_jax.core.numerics import accumulation_dtype
+from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets, tokens_of
 from deltanet_jax.ops.chunkwise import DEFAULT_CHUNK, SEGMENT_TOKENS
-from deltanet_jax.ops.layout import as_chunks, map_tokens, split_time, tokens_of
+from deltanet_jax.ops.layout import as_chunks, split_time
 
 __all__ = ["EXACT", "sequence_map"]
 
@@ -27,7 +28,7 @@ def sequence_map(problem: Problem) -> AffineMap:
     T, K = problem.k.shape[1], problem.k.shape[-1]
     C = min(DEFAULT_CHUNK, T)
     size = max(1, min(SEGMENT_TOKENS, T) // C) * C
-    segments = map_tokens(lambda x: split_time(x, size), tokens_of(problem))
+    segments = jax.tree.map(lambda x: split_time(x, size), tokens_of(problem))
     precision = problem.precision
 
     def chunk(columns: jax.Array, form: WYForm) -> tuple[jax.Array, None]:
@@ -35,7 +36,7 @@ def sequence_map(problem: Problem) -> AffineMap:
             form = form._replace(U=jnp.pad(form.U, [(0, 0)] * (form.U.ndim - 1) + [(K, 0)]))
         return form.advance(columns, form.writes(columns, precision), precision), None
 
-    def segment(columns: jax.Array, tokens: Chunk) -> tuple[jax.Array, None]:
+    def segment(columns: jax.Array, tokens: Tokens) -> tuple[jax.Array, None]:
         return jax.lax.scan(chunk, columns, prepare_wy(as_chunks(tokens, C), precision))
 
     segment = jax.checkpoint(segment, prevent_cse=False)
@@ -55,8 +56,7 @@ def _start(problem: Problem) -> jax.Array:
         identity = jnp.broadcast_to(jnp.eye(K, dtype=acc), (B, HV, K, K))
         start = jnp.concatenate([identity, start], axis=-1)
     start = compat.shard_like(start, problem.v, (0, 2, None, None))
-    inputs = (problem.k, problem.v, problem.g, problem.beta, problem.reset)
-    return compat.vary_like(start, *inputs)
+    return compat.vary_like(start, problem.reset, *jax.tree.leaves(problem.tokens))
 
 
 def _whole_decay(problem: Problem, like: jax.Array) -> jax.Array:
@@ -66,5 +66,5 @@ def _whole_decay(problem: Problem, like: jax.Array) -> jax.Array:
     if g is None:
         return jnp.ones_like(column)
     decay = jnp.exp(jnp.sum(g, axis=1))
-    decay = decay[..., None] if g.ndim == 4 else decay[..., None, None]
+    decay = decay[..., None] if problem.gate == "vector" else decay[..., None, None]
     return jnp.broadcast_to(decay, column.shape)

@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax import compat
 from deltanet_jax.core.affine import AffineMap, apply
-from deltanet_jax.core.recurrence import Problem, accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype
+from deltanet_jax.core.problem import Problem
+from deltanet_jax.ops.dispatch import Algorithm
 from deltanet_jax.ops.maps import EXACT, sequence_map
-from deltanet_jax.ops.variants import Algorithm
 
 __all__ = ["run_ragged"]
 
@@ -93,9 +94,7 @@ def run_ragged(
     if T == 0:
         return problem.v, states
     pieces = cut(cu_seqlens, T)
-    g, beta = (None if x is None else pieces.gather(x) for x in (problem.g, problem.beta))
-    q, k, v = map(pieces.gather, (problem.q, problem.k, problem.v))
-    batch = replace(problem, q=q, k=k, v=v, g=g, beta=beta, initial_state=None)
+    batch = replace(problem.map_tokens(pieces.gather), initial_state=None)
     incoming = _incoming_states(sequence_map(batch), states, pieces)
     o, after = algorithm(replace(batch, initial_state=incoming), chunk_size)
     empty = (cu_seqlens[1:] == cu_seqlens[:-1])[:, None, None, None]

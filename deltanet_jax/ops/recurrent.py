@@ -5,7 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from deltanet_jax.core.recurrence import Problem, decay_with_resets, start_state, step
+from deltanet_jax.core.problem import Problem, Tokens, start_state, tokens_of
+from deltanet_jax.core.step import step
 from deltanet_jax.ops.layout import scan_blocks
 
 __all__ = ["recurrent"]
@@ -21,17 +22,13 @@ def recurrent(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Arra
     problem = problem.with_repeated_keys()
     T = problem.q.shape[1]
     size = min(chunk_size or max(1, math.isqrt(T)), T)
-    tokens = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
-    final_state, o = scan_blocks(_block, start_state(problem), tokens, size)
+    final_state, o = scan_blocks(_block, start_state(problem), tokens_of(problem), size)
     return (o * problem.scale).astype(problem.v.dtype), final_state
 
 
-Token = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-
-
-def _block(state: jax.Array, tokens: Token) -> tuple[jax.Array, jax.Array]:
-    def token(state: jax.Array, x: Token) -> tuple[jax.Array, jax.Array]:
-        o, state = step(state, *x)
+def _block(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    def token(state: jax.Array, x: Tokens) -> tuple[jax.Array, jax.Array]:
+        o, state = step(state, x)
         return state, o
 
     time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)

@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from deltanet_jax import compat
-from deltanet_jax.core.recurrence import Problem, start_state
-from deltanet_jax.ops import canonical, variants
+from deltanet_jax.core.problem import Problem, start_state
+from deltanet_jax.ops import canonical, dispatch
+from deltanet_jax.ops.dispatch import Implementation
 from deltanet_jax.ops.maps import sequence_map
-from deltanet_jax.ops.variants import Implementation
 from deltanet_jax.parallel.exchange import from_last, incoming_state, shift
 from deltanet_jax.parallel.regions import check_axis
 
@@ -88,7 +88,7 @@ def linear_attention(
             "it is typed as varying over that axis"
         )
     size = canonical.canonical_chunk_size(chunk_size)
-    algorithm = variants.choose(implementation, problem, size)
+    algorithm = dispatch.choose(implementation, problem, size)
     if problem.q.shape[1] == 0:
         return problem.v.astype(v.dtype), start_state(problem)
     if segment_ids is not None:
@@ -98,7 +98,7 @@ def linear_attention(
     with jax.named_scope("exchange"):
         incoming = incoming_state(map_, start_state(problem), axis_name)
     local = replace(problem, initial_state=incoming)
-    o, final_state = variants.run(local, algorithm=algorithm, chunk_size=size)
+    o, final_state = dispatch.run(local, algorithm=algorithm, chunk_size=size)
     return o.astype(v.dtype), from_last(final_state, axis_name)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from deltanet_jax.core.affine import apply
 from deltanet_jax.core.chunk import Chunk, chunk_map, prepare_wy, read, write
+from deltanet_jax.core.chunk_solve import solve_chunk
 from deltanet_jax.core.reference import recurrence
-from deltanet_jax.core.solve import solve_chunk
 from tests.cases import VARIANTS
 from tests.core.chunks import chunk_of
 from tests.tolerances import assert_close

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from deltanet_jax import compat
-from deltanet_jax.core import chunk, reference
-from deltanet_jax.core.recurrence import step
-from deltanet_jax.core.solve import solve_chunk
+from deltanet_jax.core import chunk, problem, reference
+from deltanet_jax.core.chunk_solve import solve_chunk
+from deltanet_jax.core.step import step
 from tests.docs import formulas
 from tests.docs.formulas import Tokens
 
@@ -110,11 +110,10 @@ def autodiff(x: Tokens, S: np.ndarray, dO: np.ndarray, dS1: np.ndarray) -> list[
 
     def run(q, k, v, g, beta, S):
         def body(S, token):
-            o, S = step(S, *token)
+            o, S = step(S, token)
             return S, o
 
-        gates = g if g.shape[1] > 1 else g[:, 0]
-        S, o = jax.lax.scan(body, S, (q, k, v, gates, beta[:, 0]))
+        S, o = jax.lax.scan(body, S, problem.Tokens(q, k, v, g, beta))
         return o, S
 
     with compat.enable_x64():
@@ -195,7 +194,7 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
     n, K, V = tokens, 32, 48
     shapes = (n, K), (n, K), (n, V)
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    x = chunk.Chunk(*(array(s) for s in shapes), None, array((n, 1)))
+    x = problem.Tokens(*(array(s) for s in shapes), None, array((n, 1)))
     S = array((K, V))
 
     def form_1(x, S):

@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from deltanet_jax import step
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem, Tokens
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import support
 
@@ -130,7 +130,7 @@ def _chunkwise(call: Call, device):
     keys, values = shape(B, T, H, K), shape(B, T, H, V)
     vector = shape(B, T, H, dtype=jnp.float32)
     state = shape(B, H, K, V, dtype=jnp.float32)
-    arrays = {"q": keys, "k": keys, "v": values, "initial_state": state}
+    arrays = {"q": keys, "k": keys, "v": values}
     if call.kind in ("delta", "gated-delta", "kda"):
         arrays["beta"] = vector
     if call.kind in ("gated-delta", "gated"):
@@ -138,17 +138,15 @@ def _chunkwise(call: Call, device):
     elif call.kind == "kda":
         arrays["g"] = shape(B, T, H, K, dtype=jnp.float32)
 
-    def forward(arrays):
-        missing = {"reset": None, "scale": K**-0.5, "precision": None}
-        return mosaic_gpu.chunkwise(Problem(**({"g": None, "beta": None} | arrays | missing)))
+    def forward(tokens, state):
+        return mosaic_gpu.chunkwise(Problem(tokens, state, scale=K**-0.5))
 
-    def both(arrays, cotangents):
-        outputs, pull = jax.vjp(forward, arrays)
+    def both(tokens, state, cotangents):
+        outputs, pull = jax.vjp(forward, tokens, state)
         return outputs, pull(cotangents)
 
-    if call.backward:
-        return both, (arrays, (values, state)), ()
-    return forward, (arrays,), ()
+    inputs = Tokens(**arrays), state
+    return (both, (*inputs, (values, state)), ()) if call.backward else (forward, inputs, ())
 
 
 def _step(call: Step, device):

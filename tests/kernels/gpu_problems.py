@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem, Tokens
 from tests.oracle import cotangents_for, expected
 from tests.tolerances import relative_rms
 
@@ -63,8 +63,9 @@ def problem(x: dict[str, jax.Array], dtype: str = "bfloat16") -> Problem:
     ids = x.get("segment_ids")
     reset = None if ids is None else jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
     q, k, v = (x[name].astype(dtype) for name in "qkv")
-    gates = [x.get(name) for name in ("g", "beta", "initial_state")]
-    return Problem(q, k, v, *gates, reset=reset, scale=x["q"].shape[-1] ** -0.5, precision=None)
+    tokens = Tokens(q, k, v, x.get("g"), x.get("beta"))
+    scale = x["q"].shape[-1] ** -0.5
+    return Problem(tokens, x.get("initial_state"), reset=reset, scale=scale)
 
 
 def outputs_and_gradients(run, x: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels import mosaic_tpu
 from deltanet_jax.kernels.mosaic_tpu import tile
 from tests.kernels.tpu_problems import (

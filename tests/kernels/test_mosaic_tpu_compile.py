@@ -17,7 +17,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem, Tokens
 from deltanet_jax.kernels import mosaic_tpu
 from deltanet_jax.kernels.mosaic_tpu import plan
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
@@ -64,8 +64,7 @@ def arguments(
 
 
 def forward(arrays: dict) -> tuple[jax.Array, jax.Array]:
-    optional = {"g": None, "beta": None, "initial_state": None, "reset": None}
-    p = Problem(**optional | arrays, scale=arrays["k"].shape[-1] ** -0.5, precision=None)
+    p = Problem(Tokens(**arrays), scale=arrays["k"].shape[-1] ** -0.5)
     assert mosaic_tpu.why_not(p, None) is None
     return mosaic_tpu.chunkwise(p)
 

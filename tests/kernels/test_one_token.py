@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from deltanet_jax import step
 from deltanet_jax.kernels import mosaic_gpu
-from deltanet_jax.ops import variants
+from deltanet_jax.ops import dispatch
 from tests.kernels import gpu_problems
 from tests.kernels.test_mosaic_gpu import interpreted
 from tests.oracle import cotangents_for, expected
@@ -92,7 +92,7 @@ def test_scan_and_vmap(in_place):
 
         return jax.lax.scan(body, x["initial_state"], None, length=3)
 
-    recurrent = lambda p: variants.IMPLEMENTATIONS["recurrent"](p, 1)  # noqa: E731
+    recurrent = lambda p: dispatch.IMPLEMENTATIONS["recurrent"].algorithm(p, 1)  # noqa: E731
     kernel = functools.partial(RUN, in_place=in_place)
     got, want = (jax.jit(jax.vmap(functools.partial(decode, f)))(x) for f in (kernel, recurrent))
     for a, b in zip(got, want, strict=True):
@@ -128,22 +128,22 @@ def test_inside_shard_map(in_place):
 def test_step_takes_the_kernel_on_a_gpu_alone(monkeypatch):
     """A state that the caller holds is left alone, a traced one is overwritten."""
     x = {name: jnp.asarray(y) for name, y in inputs().items()}
-    choose, traced = variants.choose_for_one_token, []
-    assert choose(problem(x)) is variants.IMPLEMENTATIONS["recurrent"]
-    monkeypatch.setattr(variants, "_platform", lambda problem: "gpu")
+    choose, traced = dispatch.choose_for_one_token, []
+    assert choose(problem(x)) is dispatch.IMPLEMENTATIONS["recurrent"].algorithm
+    monkeypatch.setattr(dispatch, "_platform", lambda problem: "gpu")
     jax.eval_shape(lambda x: traced.append(choose(problem(x))), x)
-    assert traced == [variants._one_token_in_place]
-    assert choose(problem(x)) is variants._one_token
+    assert traced == [dispatch.ONE_TOKEN_IN_PLACE]
+    assert choose(problem(x)) is dispatch._one_token
     narrow = dataclasses.replace(problem(x), q=x["q"][..., :32])
-    assert choose(narrow) is variants.IMPLEMENTATIONS["recurrent"]
+    assert choose(narrow) is dispatch.IMPLEMENTATIONS["recurrent"].algorithm
 
 
 @interpreted
 def test_arrays_on_several_devices_are_left_to_xla(monkeypatch):
-    monkeypatch.setattr(variants, "_platform", lambda problem: "gpu")
+    monkeypatch.setattr(dispatch, "_platform", lambda problem: "gpu")
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))):
-        chosen = variants.choose_for_one_token(problem(inputs()))
-    assert chosen is variants.IMPLEMENTATIONS["recurrent"]
+        chosen = dispatch.choose_for_one_token(problem(inputs()))
+    assert chosen is dispatch.IMPLEMENTATIONS["recurrent"].algorithm
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels.partition import over_devices
-from deltanet_jax.ops import variants
+from deltanet_jax.ops import dispatch
 from tests.kernels.tpu_problems import expected, problem, values_and_gradients
 from tests.tolerances import TOLERANCES, assert_close, relative_rms
 
@@ -40,7 +40,7 @@ def run_and_record(shapes: list):
 
     def run(p: Problem) -> tuple[jax.Array, jax.Array]:
         shapes.append((p.q.shape, p.v.shape))
-        return variants.IMPLEMENTATIONS["chunkwise_solve"](p, 16)
+        return dispatch.IMPLEMENTATIONS["chunkwise_solve"].algorithm(p, 16)
 
     return run
 
@@ -77,7 +77,7 @@ def test_automatic_axes_split_what_they_divide(
     mesh = mesh_of(AxisType.Auto, shape)
     sharded = placed(p, mesh, P(), P())
     got = jax.jit(lambda x: over_devices(run_and_record(shapes), x))(sharded)
-    want = variants.IMPLEMENTATIONS["chunkwise_solve"](p, 16)
+    want = dispatch.IMPLEMENTATIONS["chunkwise_solve"].algorithm(p, 16)
     assert [(v[0], v[2]) for _, v in shapes] == [local]
     for x, y in zip(got, want, strict=True):
         assert relative_rms(np.asarray(x), np.asarray(y)) <= 1e-6
@@ -93,8 +93,10 @@ def test_one_device_is_left_alone() -> None:
 def test_the_kernel_under_jit_with_named_shardings(kind: AxisType) -> None:
     p = problem(T=20, delta=False, state=False)
     sharded = placed(p, mesh_of(kind), TOKENS, STATE)
-    got = variants.run(sharded, algorithm=variants.IMPLEMENTATIONS["pallas"], chunk_size=16)
-    want = variants.IMPLEMENTATIONS["recurrent"](p, None)
+    got = dispatch.run(
+        sharded, algorithm=dispatch.IMPLEMENTATIONS["pallas"].algorithm, chunk_size=16
+    )
+    want = dispatch.IMPLEMENTATIONS["recurrent"].algorithm(p, None)
     for x, y in zip(got, want, strict=True):
         assert relative_rms(np.asarray(x), np.asarray(y)) <= TOLERANCES["float32"].forward
     assert got[0].sharding.is_equivalent_to(NamedSharding(sharded.v.sharding.mesh, TOKENS), 4)
@@ -108,7 +110,7 @@ def test_the_mesh_of_the_arrays_decides_the_platform(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
     def ask(x: Problem) -> jax.Array:
-        seen.append(variants._platform(x))
+        seen.append(dispatch._platform(x))
         return jnp.zeros(())
 
     jax.eval_shape(ask, p)

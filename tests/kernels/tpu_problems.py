@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem, Tokens
 from tests import oracle
 
 ARRAYS = ("q", "k", "v", "g", "beta", "initial_state")
@@ -62,12 +62,15 @@ def problem(
     reset[:, [T // 3, T // 2]] = True
     reset[0, min(T - 1, T // 2 + 1)] = True
     g = _gate(gate, rng, (B, T, HV, K) if vector else (B, T, HV))
-    return Problem(
+    tokens = Tokens(
         q=jnp.asarray(_unit(draw((B, T, H, K))), dtype),
         k=jnp.asarray(keys, dtype),
         v=jnp.asarray(draw((B, T, HV, V)), dtype),
         g=None if g is None else jnp.asarray(g, jnp.float32),
         beta=jnp.asarray(largest_beta * rng.random((B, T, HV)), jnp.float32) if delta else None,
+    )
+    return Problem(
+        tokens,
         initial_state=jnp.asarray(0.3 * draw((B, HV, K, V)), jnp.float32) if state else None,
         reset=jnp.asarray(reset) if segments else None,
         scale=K**-0.5,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import deltanet_jax as d
-from deltanet_jax.ops import variants
+from deltanet_jax.ops import dispatch
 from deltanet_jax.ops.canonical import canonical_problem
 
 
@@ -20,7 +20,7 @@ def inputs(T=20, K=4, V=6):
 def spy(calls):
     def algorithm(problem, chunk_size):
         calls.append((problem, chunk_size))
-        return variants.IMPLEMENTATIONS["recurrent"](problem, chunk_size)
+        return dispatch.IMPLEMENTATIONS["recurrent"].algorithm(problem, chunk_size)
 
     return algorithm
 
@@ -83,7 +83,7 @@ def test_why_not_takes_shapes_and_computes_nothing():
 def test_the_default_runs_every_length_and_takes_the_recurrence_when_short(T):
     q, k, v, beta = inputs(T)
     o, state = d.delta_rule(q, k, v, beta)
-    name = "recurrent" if T <= variants.SHORT else "chunkwise_solve"
+    name = "recurrent" if T <= dispatch.SHORT else "chunkwise_solve"
     expected = d.delta_rule(q, k, v, beta, implementation=name)
     np.testing.assert_array_equal(o, expected[0])
     np.testing.assert_array_equal(state, expected[1])
@@ -103,9 +103,10 @@ def test_a_platform_with_kernels_takes_them_only_for_calls_they_cover(monkeypatc
         def chunkwise(cls, problem, chunk_size=None, *, interpret=False):
             assert not interpret
             cls.calls += 1
-            return variants.IMPLEMENTATIONS["chunkwise"](problem, chunk_size)
+            return dispatch.IMPLEMENTATIONS["chunkwise"].algorithm(problem, chunk_size)
 
-    monkeypatch.setitem(variants.KERNELS, "cpu", Kernels)
+    monkeypatch.setattr(dispatch, "KERNEL_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(dispatch, "_kernels", lambda platform: Kernels)
     d.delta_rule(*inputs(T=33, K=8))
     assert Kernels.calls == 0
     q, k, v, beta = inputs(T=33, K=8)
@@ -128,18 +129,18 @@ def test_a_gpu_without_kernels_for_the_call_scans_chunk_maps_while_they_are_few(
     def ask(x):
         missing = dict.fromkeys(("g", "scale", "initial_state", "segment_ids", "precision"))
         problem = canonical_problem(x, x, x, beta=x[..., 0], **missing)
-        chosen.append(variants.choose(None, problem, None))
+        chosen.append(dispatch.choose(None, problem, None))
         return x
 
     jax.eval_shape(ask, jax.ShapeDtypeStruct((1, T, 2, 128), jnp.float32))
-    assert chosen == [getattr(variants, name)]
+    assert chosen == [getattr(dispatch, name)]
 
 
 def test_the_scan_that_a_gpu_takes_is_that_over_chunks_of_64_tokens():
     q, k, v, beta = inputs(T=150)
     for size, chunk in ((None, 64), (16, 16)):
         got = d.delta_rule(
-            q, k, v, beta, implementation=variants.associative_chunks, chunk_size=size
+            q, k, v, beta, implementation=dispatch.associative_chunks, chunk_size=size
         )
         expected = d.delta_rule(q, k, v, beta, implementation="associative", chunk_size=chunk)
         chex.assert_trees_all_equal(got, expected)
@@ -151,8 +152,8 @@ def test_under_jit_the_default_device_decides_and_not_the_first_backend(monkeypa
     seen = []
 
     def algorithm(problem, chunk_size):
-        seen.append(variants._platform(problem))
-        return variants.IMPLEMENTATIONS["recurrent"](problem, chunk_size)
+        seen.append(dispatch._platform(problem))
+        return dispatch.IMPLEMENTATIONS["recurrent"].algorithm(problem, chunk_size)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
     call = lambda *x: d.delta_rule(*x, implementation=algorithm)  # noqa: E731

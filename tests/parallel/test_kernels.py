@@ -8,9 +8,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from deltanet_jax import parallel
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels.partition import over_devices
-from deltanet_jax.ops.variants import IMPLEMENTATIONS, Implementation
+from deltanet_jax.ops.dispatch import IMPLEMENTATIONS, Implementation
 from tests.cases import VARIANTS, Inputs, Shape, layer_like
 from tests.checks import assert_matches
 from tests.oracle import Expected, cotangents_for, expected
@@ -21,7 +21,7 @@ TIME = P(None, "context")
 
 def _split(p: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
     """Split as kernels are, over axes that XLA would split by itself."""
-    return over_devices(lambda x: IMPLEMENTATIONS["chunkwise_solve"](x, chunk_size), p)
+    return over_devices(lambda x: IMPLEMENTATIONS["chunkwise_solve"].algorithm(x, chunk_size), p)
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,32 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.core.recurrence import Problem, start_state
-from deltanet_jax.kernels.mosaic_gpu import split
+from deltanet_jax.core.problem import Problem, Tokens, start_state
+from deltanet_jax.kernels.mosaic_gpu import (
+    channel_gradients,
+    chunk_cotangents,
+    chunk_gradients,
+    chunk_inverses,
+    decayed_chunks,
+    gate_vectors,
+    reverse_states,
+    run_states,
+    run_states_fused,
+    split,
+)
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
 from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE, why_not
 
 __all__ = ["chunkwise"]
-
-
-class Arrays(NamedTuple):
-    """The differentiable arrays; `T` is a multiple of the chunk size."""
-
-    q: jax.Array  # [B, T, H, K]
-    k: jax.Array  # [B, T, H, K]
-    v: jax.Array  # [B, T, HV, V]
-    g: jax.Array | None  # [B, T, HV] or [B, T, HV, K] float32
-    beta: jax.Array | None  # [B, T, HV] float32
-    state: jax.Array | None  # [B, HV, K, V] float32; zeros where there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +59,20 @@ def chunkwise(
     reason = why_not(problem, chunk_size)
     if reason is not None:
         raise NotImplementedError(reason)
-    tokens, starts = problem.q.shape[1], problem.initial_state is not None
-    empty = tokens == 0 or problem.v.size == 0
+    T, starts = problem.q.shape[1], problem.initial_state is not None
+    empty = T == 0 or problem.v.size == 0
     state = start_state(problem).astype(jnp.float32) if starts or empty else None
     if empty:
         return problem.v, state
     if interpret is True:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         interpret = plgpu.InterpretGPUParams()
     beta = None if problem.beta is None else problem.beta.astype(jnp.float32)
-    parts = (problem.q, problem.k, problem.v, _gate(problem), beta)
+    tokens = problem.tokens._replace(g=_gate(problem), beta=beta)
     (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
-    pieces = split.pieces_of(B, -(-tokens // CHUNK), HV, K, V)
-    arrays = Arrays(*(_pad(x, pieces * CHUNK) for x in parts), state)
-    o, final = _run(Call(problem.scale, pieces, starts, interpret or None), arrays)
-    return o[:, :tokens], final
+    pieces = split.pieces_of(B, -(-T // CHUNK), HV, K, V)
+    tokens = jax.tree.map(lambda x: _pad(x, pieces * CHUNK), tokens)
+    o, final = _run(Call(problem.scale, pieces, starts, interpret or None), tokens, state)
+    return o[:, :T], final
 
 
 def _gate(problem: Problem) -> jax.Array | None:
@@ -111,9 +110,9 @@ def _bounded_jvp(
     return g, jnp.where(g > LOWEST_GATE, dg, 0.0)
 
 
-def _pad(x: jax.Array | None, multiple: int) -> jax.Array | None:
-    """No-op tokens at the end: k = v = beta = g = 0."""
-    if x is None or x.shape[1] % multiple == 0:
+def _pad(x: jax.Array, multiple: int) -> jax.Array:
+    """Add no-op tokens at the end: k = v = beta = g = 0."""
+    if x.shape[1] % multiple == 0:
         return x
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))
 
@@ -132,8 +131,6 @@ def _token_vectors(x: jax.Array) -> jax.Array:
 
 def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
     """What the serial kernels read, from `q`, `k`, `beta` and the gate."""
-    from deltanet_jax.kernels.mosaic_gpu import chunk_inverses, decayed_chunks, run_states_fused
-
     q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
     if x["g"] is None:
         inverse = None
@@ -162,10 +159,8 @@ def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
     return q, k, x.get("inverse"), gates
 
 
-def _inputs(call: Call, x: Arrays) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+def _inputs(call: Call, x: Tokens) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """What the kernels read in both directions, and what the forward alone does."""
-    from deltanet_jax.kernels.mosaic_gpu import gate_vectors
-
     inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": None, "b": None, "g": None}
     if x.g is not None and x.g.ndim == 3:
         launch = batched(functools.partial(gate_vectors.gate_vectors, interpret=call.interpret))
@@ -182,10 +177,10 @@ def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.zeros((rows // call.pieces, heads, k.shape[-1], value_dim), jnp.float32)
 
 
-def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _forward(
+    call: Call, x: Tokens, state: jax.Array | None, *, save: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The forward's results, and the inputs of the kernels as the backward reads them."""
-    from deltanet_jax.kernels.mosaic_gpu import run_states
-
     inputs, exponentials = _inputs(call, x)
 
     def launch(x, exponentials, state):
@@ -210,22 +205,24 @@ def _forward(call: Call, x: Arrays, *, save: bool) -> tuple[dict[str, Any], dict
         maps = jax.tree.map(lambda x: x.reshape(-1, call.pieces, *x.shape[1:]), maps)
         return _unfold(call, made | out) | {"final": final, "maps": maps}
 
-    return batched(launch)(inputs, exponentials, x.state), inputs
+    return batched(launch)(inputs, exponentials, state), inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
-    out, _ = _forward(call, x, save=False)
+def _run(call: Call, tokens: Tokens, state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Run the kernels on a multiple of 64 tokens; gates, `beta` and state are float32."""
+    out, _ = _forward(call, tokens, state, save=False)
     return out["o"], out["final"]
 
 
-def _run_forward(call: Call, x: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    out, inputs = _forward(call, custom_vjp_primal_tree_values(x), save=True)
+def _run_forward(call: Call, tokens: Any, state: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    tokens, state = custom_vjp_primal_tree_values((tokens, state))
+    out, inputs = _forward(call, tokens, state, save=True)
     o, final = out.pop("o"), out.pop("final")
     return (o, final), inputs | out
 
 
-def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Arrays]:
+def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Tokens, Any]:
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):
         do = compat.vary_like(jnp.zeros(do.shape, do.dtype), saved["v"])
@@ -235,24 +232,20 @@ def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[A
         dstate = dfinal.astype(jnp.float32) / call.scale
     launch = batched(functools.partial(_backward, call))
     d = launch(saved, do, dstate)
-    return (
-        Arrays(
-            _per_key_head(d["q"], saved["q"]),
-            _per_key_head(d["k"], saved["k"]),
-            d["v"],
-            d["g"],
-            None if d["beta"] is None else _token_vectors(d["beta"]),
-            None if d["state"] is None else d["state"] * call.scale,
-        ),
+    gradients = Tokens(
+        q=_per_key_head(d["q"], saved["q"]),
+        k=_per_key_head(d["k"], saved["k"]),
+        v=d["v"],
+        g=d["g"],
+        beta=None if d["beta"] is None else _token_vectors(d["beta"]),
     )
+    return gradients, None if d["state"] is None else d["state"] * call.scale
 
 
 def _backward(
     call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array | None
 ) -> dict[str, jax.Array | None]:
     """The gradients of the inputs of `_forward`, that of the state over scale."""
-    from deltanet_jax.kernels.mosaic_gpu import reverse_states
-
     maps = x["maps"]
     x, do = _fold(call, (x | {"maps": None}, do))
     q, k, inverse, gates = _operands(x)
@@ -278,8 +271,6 @@ def _backward(
 
 
 def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
-    from deltanet_jax.kernels.mosaic_gpu import chunk_gradients
-
     dq, dk, dbeta, dg = chunk_gradients.chunk_gradients(
         x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
         scale=call.scale, interpret=call.interpret,
@@ -288,8 +279,6 @@ def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, j
 
 
 def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
-    from deltanet_jax.kernels.mosaic_gpu import channel_gradients, chunk_cotangents
-
     beta = x["beta"]
     made = x["channels"] | {"overlaps": x.get("overlaps")}
     d = chunk_cotangents.chunk_cotangents(

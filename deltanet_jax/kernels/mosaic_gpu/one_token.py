@@ -2,28 +2,18 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.core import recurrence
-from deltanet_jax.core.recurrence import Problem, decay_with_resets, start_state
+from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets, start_state
+from deltanet_jax.core.step import step
+from deltanet_jax.kernels.mosaic_gpu import decode
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
 from deltanet_jax.kernels.mosaic_gpu.support import why_not_one_token
 
 __all__ = ["one_token"]
-
-
-class Token(NamedTuple):
-    """The differentiable arrays of one token."""
-
-    q: jax.Array  # [B, H, K]
-    k: jax.Array  # [B, H, K]
-    v: jax.Array  # [B, HV, V]
-    g: jax.Array | None  # [B, HV] or [B, HV, K] float32
-    beta: jax.Array | None  # [B, HV] float32
-    state: jax.Array  # [B, HV, K, V] float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,39 +47,37 @@ def one_token(
     if reason is not None:
         raise NotImplementedError(reason)
     if interpret is True:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         interpret = plgpu.InterpretGPUParams()
     state = start_state(problem)
     if problem.v.size == 0:
         return problem.v, state
-    parts = (problem.q, problem.k, problem.v, decay_with_resets(problem), problem.beta)
-    token = Token(*(None if x is None else x[:, 0] for x in parts), state)
-    o, state = _run(Call(problem.scale, in_place, interpret or None), token)
+    tokens = problem.tokens._replace(g=decay_with_resets(problem))
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    o, state = _run(Call(problem.scale, in_place, interpret or None), token, state)
     return o[:, None], state
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(call: Call, x: Token) -> tuple[jax.Array, jax.Array]:
-    from deltanet_jax.kernels.mosaic_gpu import decode
-
+def _run(call: Call, token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Advance `state` by a token whose arrays have no time axis."""
     advance = functools.partial(
         decode.advance, scale=call.scale, in_place=call.in_place, interpret=call.interpret
     )
-    o, state = batched(advance)(*x)
+    o, state = batched(advance)(*token, state)
     return o, state
 
 
 @_run.defjvp
 def _run_jvp(
-    call: Call, primals: tuple[Token], tangents: tuple[Token]
+    call: Call, primals: tuple[Tokens, jax.Array], tangents: tuple[Tokens, jax.Array]
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Whoever differentiates gets XLA's derivative of the plain step, forward and reverse."""
+    """Differentiate the plain step in XLA, in forward and reverse mode."""
     return jax.jvp(jax.checkpoint(functools.partial(_by_xla, call.scale)), primals, tangents)
 
 
-def _by_xla(scale: float, x: Token) -> tuple[jax.Array, jax.Array]:
-    group = x.v.shape[1] // x.q.shape[1]
-    q, k = (compat.repeat(y, group, axis=1) for y in (x.q, x.k))
-    o, state = recurrence.step(x.state, q, k, x.v, x.g, x.beta)
-    return (o * scale).astype(x.v.dtype), state
+def _by_xla(scale: float, token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    group = token.v.shape[1] // token.q.shape[1]
+    q, k = (compat.repeat(y, group, axis=1) for y in (token.q, token.k))
+    g, beta = (x if x is None or x.ndim == k.ndim else x[..., None] for x in (token.g, token.beta))
+    o, state = step(state, token._replace(q=q, k=k, g=g, beta=beta))
+    return (o * scale).astype(token.v.dtype), state

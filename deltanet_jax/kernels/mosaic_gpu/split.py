@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from deltanet_jax.kernels.mosaic_gpu.chain_pieces import chain_pieces
 from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
 
 __all__ = ["chain", "fold", "pieces_of", "terms_of", "unfold"]
@@ -73,8 +74,6 @@ def chain(
     `[B * P, H, K, V...]`, are those of `x -> M x + R`, or of `x -> M^T x + R` if `reverse`.
     """
     if len(maps) > 1:
-        from deltanet_jax.kernels.mosaic_gpu.chain_pieces import chain_pieces
-
         return chain_pieces(first, maps, offsets, pieces, reverse=reverse, interpret=interpret)
     offsets = offsets[..., : first.shape[-1]]
     whole, offsets = (x.reshape(-1, pieces, *x.shape[1:]) for x in (*maps, offsets))

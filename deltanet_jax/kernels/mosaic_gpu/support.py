@@ -2,20 +2,23 @@
 
 import jax
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
 __all__ = ["LOWEST_GATE", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
 
 LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
 MULTIPROCESSORS = 132  # of an H100 or H200
+FIELDS = ("q", "k", "v", "g", "beta")  # per-token arrays that the kernels take
 HEAD_DIMS = (64, 128, 256)
 LARGEST_BESIDE_CHANNELS = 128  # beside a gate per key channel
 OLDEST_JAX = (0, 11, 2)
 
 
 def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
-    """Why these kernels cannot run the problem, or `None`."""
+    """Return why these kernels cannot run the problem, or `None`."""
+    if others := problem.fields_beside(FIELDS):
+        return f"the Hopper kernels do not take `{others[0]}`"
     q, v = problem.q, problem.v
     K, V = q.shape[-1], v.shape[-1]
     dtypes = {str(x.dtype) for x in (q, problem.k, v)}
@@ -24,7 +27,7 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
         return f"the Hopper kernels take bfloat16 or float16 inputs of one dtype; got {got}"
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         return f"the Hopper kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
-    if problem.g is not None and problem.g.ndim == 4 and max(K, V) > LARGEST_BESIDE_CHANNELS:
+    if problem.gate == "vector" and max(K, V) > LARGEST_BESIDE_CHANNELS:
         return (
             "with a gate per key channel the Hopper kernels need head sizes up to "
             f"{LARGEST_BESIDE_CHANNELS}; got K={K}, V={V}"
@@ -35,7 +38,9 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
 
 
 def why_not_one_token(problem: Problem) -> str | None:
-    """Why the decoding kernel cannot run the problem, or `None`."""
+    """Return why the decoding kernel cannot run the problem, or `None`."""
+    if others := problem.fields_beside(FIELDS):
+        return f"the decoding kernel does not take `{others[0]}`"
     q, v = problem.q, problem.v
     (_, T, _, K), V = q.shape, v.shape[-1]
     if T != 1:

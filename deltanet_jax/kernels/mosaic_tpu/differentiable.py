@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from deltanet_jax.compat import vary_like, varying_axes
-from deltanet_jax.core.recurrence import Problem, decay_with_resets
+from deltanet_jax.core.problem import Problem, decay_with_resets
 from deltanet_jax.kernels.mosaic_tpu.backward import backward
 from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, join, split
 from deltanet_jax.kernels.mosaic_tpu.forward import forward

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import jax
 
-from deltanet_jax.core.recurrence import Problem
+from deltanet_jax.core.problem import GateKind, Problem
 
 __all__ = ["Plan", "make_plan", "why_not"]
 
+FIELDS = ("q", "k", "v", "g", "beta")  # per-token arrays that the kernels take
 HEAD_DIMS = (64, 128, 256)
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_CHUNK = 128
@@ -29,13 +30,15 @@ class Plan(NamedTuple):
     group: int  # value heads per key head
     scale: float
     delta: bool
-    gate: str  # "none", "scalar" (one per head) or "vector" (one per key channel)
+    gate: GateKind
     precision: jax.lax.Precision | None  # of all products; None for 16-bit inputs, as Mosaic wants
     interpret: object  # False, True, or the parameters of Pallas's TPU interpreter
 
 
 def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
-    """Why these kernels cannot run the problem, or `None`; looks at shapes and dtypes only."""
+    """Return why these kernels cannot run the problem, or `None`; from shapes and dtypes only."""
+    if others := problem.fields_beside(FIELDS):
+        return f"the TPU kernels do not take `{others[0]}`"
     q, v = problem.q, problem.v
     K, V = q.shape[-1], v.shape[-1]
     dtypes = {str(x.dtype) for x in (q, problem.k, v)}
@@ -85,7 +88,7 @@ def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Pl
     )
 
 
-def _gate_kind(problem: Problem) -> str:
-    if problem.g is not None and problem.g.ndim == 4:
-        return "vector"
-    return "none" if problem.g is None and problem.reset is None else "scalar"
+def _gate_kind(problem: Problem) -> GateKind:
+    """Return the kind of gate once resets are written into it."""
+    resets_alone = problem.gate == "none" and problem.reset is not None
+    return "scalar" if resets_alone else problem.gate

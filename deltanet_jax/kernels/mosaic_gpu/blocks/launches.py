@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -58,7 +59,6 @@ def overwriting(
     Returns:
         `held` afterwards, and the kernel's outputs, whose types are `outputs`.
     """
-    from jax.experimental import pallas as pl
 
     def run(refs: Any) -> None:
         held, results = refs

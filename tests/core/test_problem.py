@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from deltanet_jax import compat
-from deltanet_jax.core import recurrence, reference
-from deltanet_jax.core.recurrence import Problem, accumulation_dtype, decay_with_resets, dot
+from deltanet_jax.core import reference
+from deltanet_jax.core.numerics import accumulation_dtype, dot
+from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets
+from deltanet_jax.core.step import step
 from tests.cases import VARIANTS, Shape, layer_like, rng_for
 from tests.tolerances import assert_close
 
@@ -18,10 +20,8 @@ SHAPE = Shape(2, 1, 3, 4, 5)
 def test_step_is_one_token_of_the_oracle(variant: str) -> None:
     inputs = layer_like(variant, SHAPE)
     token = {name: jnp.asarray(x[:, 0]) for name, x in inputs.items() if name != "initial_state"}
-    arrays = (token[n] for n in "qkv")
-    o, state = recurrence.step(
-        jnp.asarray(inputs["initial_state"]), *arrays, token.get("g"), token.get("beta")
-    )
+    columns = {name: x if x.ndim == 3 else x[..., None] for name, x in token.items()}
+    o, state = step(jnp.asarray(inputs["initial_state"]), Tokens(**columns))
     rest = {name: x for name, x in inputs.items() if name not in "qkv"}
     want = reference.recurrence(inputs["q"], inputs["k"], inputs["v"], scale=1.0, **rest)
     assert_close("o", o, want[0][:, 0], 1e-6)
@@ -30,16 +30,15 @@ def test_step_is_one_token_of_the_oracle(variant: str) -> None:
 
 def test_step_forgets_everything_at_minus_infinity() -> None:
     k = jnp.ones((1, 2))
-    o, state = recurrence.step(
-        jnp.full((1, 2, 1), 7.0), k, k, jnp.ones((1, 1)), jnp.full((1,), -jnp.inf), None
-    )
+    token = Tokens(k, k, jnp.ones((1, 1)), g=jnp.full((1, 1), -jnp.inf))
+    o, state = step(jnp.full((1, 2, 1), 7.0), token)
     np.testing.assert_array_equal(state, np.ones((1, 2, 1)))
     assert o.item() == 2.0
 
 
 def _problem(g: jax.Array | None, reset: jax.Array | None) -> Problem:
     x = jnp.ones((1, 3, 1, 2))
-    return Problem(x, x, x, g, None, None, reset, 1.0, None)
+    return Problem(Tokens(x, x, x, g), reset=reset)
 
 
 RESET = jnp.asarray([[False, True, False]])
@@ -67,7 +66,7 @@ def test_no_gate_and_no_reset_is_no_decay() -> None:
 
 def test_repeated_keys_follow_their_group() -> None:
     q = jnp.arange(2.0).reshape(1, 1, 2, 1)
-    problem = Problem(q, q + 5, jnp.ones((1, 1, 6, 1)), None, None, None, None, 1.0, None)
+    problem = Problem(Tokens(q, q + 5, jnp.ones((1, 1, 6, 1))))
     repeated = problem.with_repeated_keys()
     np.testing.assert_array_equal(repeated.q.ravel(), [0, 0, 0, 1, 1, 1])
     np.testing.assert_array_equal(repeated.k.ravel(), [5, 5, 5, 6, 6, 6])

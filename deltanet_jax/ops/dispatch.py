@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import AxisType
 
-from deltanet_jax.core.recurrence import Problem
-from deltanet_jax.kernels import mosaic_gpu, mosaic_tpu
+from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels.partition import mesh_of, over_devices
 from deltanet_jax.ops.associative import (
     associative,
@@ -22,6 +21,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Algorithm",
     "Implementation",
+    "Row",
     "check_name",
     "choose",
     "choose_for_one_token",
@@ -31,6 +31,13 @@ __all__ = [
 
 Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
 Implementation = str | Algorithm
+
+
+WhyNot = Callable[[Problem, int | None], str | None]
+
+SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
+FEW_NUMBERS = 2**25  # in chunk maps up to which a GPU scans them: 1.3 GB in training
+KERNEL_PLATFORMS = ("gpu", "tpu")
 
 
 class Kernels(Protocol):
@@ -43,37 +50,85 @@ class Kernels(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-KERNELS: dict[str, Kernels] = {"gpu": mosaic_gpu, "tpu": mosaic_tpu}
-SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
-FEW_NUMBERS = 2**25  # in chunk maps up to which a GPU scans them: 1.3 GB in training
-
-
 def _kernels(platform: str) -> Kernels:
-    return KERNELS.get(platform, mosaic_tpu)
+    """Load the kernels of a platform; elsewhere those for TPUs, which their interpreter runs.
+
+    Loaded here and not with the package: Pallas costs a program that needs no kernel a second.
+    """
+    if platform == "gpu":
+        from deltanet_jax.kernels import mosaic_gpu
+
+        return mosaic_gpu
+    from deltanet_jax.kernels import mosaic_tpu
+
+    return mosaic_tpu
 
 
 def _pallas(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
-    """The kernels of this platform; elsewhere the TPU kernel in the interpreter."""
+    """Run the kernels of this platform; elsewhere the TPU kernel in the interpreter."""
     platform = _platform(problem)
     run_kernels = _kernels(platform).chunkwise
-    interpret = platform not in KERNELS
+    interpret = platform not in KERNEL_PLATFORMS
     return over_devices(lambda x: run_kernels(x, chunk_size, interpret=interpret), problem)
 
 
-def _one_token(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
-    return mosaic_gpu.one_token(problem, in_place=False)
+def _pallas_why_not(problem: Problem, chunk_size: int | None) -> str | None:
+    reason = _kernels(_platform(problem)).why_not(problem, chunk_size)
+    elsewhere = _not_its_hardware(problem)
+    return reason if reason is None or elsewhere is None else f"{elsewhere}; {reason}"
 
 
-def _one_token_in_place(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
-    return mosaic_gpu.one_token(problem, in_place=True)
+def _not_its_hardware(problem: Problem) -> str | None:
+    platform = _platform(problem)
+    if platform in KERNEL_PLATFORMS:
+        return None
+    return f"the kernels need a Hopper GPU or a TPU; this is a {platform}"
 
 
-IMPLEMENTATIONS: dict[str, Algorithm] = {
-    "recurrent": recurrent,
-    "associative": associative,
-    "chunkwise": chunkwise,
-    "chunkwise_solve": chunkwise_solve,
-    "pallas": _pallas,
+def _one_token(
+    problem: Problem, chunk_size: int | None, *, in_place: bool
+) -> tuple[jax.Array, jax.Array]:
+    from deltanet_jax.kernels import mosaic_gpu
+
+    return mosaic_gpu.one_token(problem, in_place=in_place)
+
+
+def _one_token_why_not(problem: Problem) -> str | None:
+    from deltanet_jax.kernels import mosaic_gpu
+
+    return mosaic_gpu.why_not_one_token(problem)
+
+
+ONE_TOKEN = partial(_one_token, in_place=False)
+ONE_TOKEN_IN_PLACE = partial(_one_token, in_place=True)
+
+
+class Row(NamedTuple):
+    """An implementation, and what it cannot do.
+
+    Each reason is one sentence, from shapes, dtypes and versions alone.
+    """
+
+    algorithm: Algorithm
+    why_not: WhyNot | None = None  # it cannot run this call
+    not_by_choice: Callable[[Problem], str | None] | None = None  # it runs when it is named alone
+
+    def reason(self, problem: Problem, chunk_size: int | None) -> str | None:
+        """Return why this cannot run the call, or `None` if it can."""
+        return None if self.why_not is None else self.why_not(problem, chunk_size)
+
+    def reason_as_candidate(self, problem: Problem, chunk_size: int | None) -> str | None:
+        """Return why this is passed over where there is a choice, or `None`."""
+        reason = None if self.not_by_choice is None else self.not_by_choice(problem)
+        return self.reason(problem, chunk_size) if reason is None else reason
+
+
+IMPLEMENTATIONS: dict[str, Row] = {
+    "recurrent": Row(recurrent),
+    "associative": Row(associative),
+    "chunkwise": Row(chunkwise),
+    "chunkwise_solve": Row(chunkwise_solve),
+    "pallas": Row(_pallas, _pallas_why_not, _not_its_hardware),
 }
 
 
@@ -94,7 +149,7 @@ def choose(
         reason = reason_against(implementation, problem, chunk_size)
         if reason is not None:
             raise NotImplementedError(f"`implementation={implementation!r}`: {reason}")
-        return _lookup(implementation)
+        return _lookup(implementation).algorithm
     return _choose_first(implementation, problem, chunk_size)
 
 
@@ -106,10 +161,10 @@ def choose_for_one_token(problem: Problem) -> Algorithm:
     time would cost a copy where it is.
     """
     shared = _is_shared(problem.v) or _is_shared(problem.initial_state)
-    if _platform(problem) != "gpu" or shared or mosaic_gpu.why_not_one_token(problem) is not None:
+    if _platform(problem) != "gpu" or shared or _one_token_why_not(problem) is not None:
         return recurrent
     traced = isinstance(problem.initial_state, jax.core.Tracer)
-    return _one_token_in_place if traced else _one_token
+    return ONE_TOKEN_IN_PLACE if traced else ONE_TOKEN
 
 
 def _is_shared(x: jax.Array | None) -> bool:
@@ -125,10 +180,8 @@ def _is_shared(x: jax.Array | None) -> bool:
 def reason_against(
     implementation: Implementation, problem: Problem, chunk_size: int | None
 ) -> str | None:
-    """Why this one implementation cannot run the call, or `None` if it can."""
-    if _lookup(implementation) is not _pallas:
-        return None
-    return _kernels(_platform(problem)).why_not(problem, chunk_size)
+    """Return why this one implementation cannot run the call, or `None` if it can."""
+    return _lookup(implementation).reason(problem, chunk_size)
 
 
 @partial(jax.jit, static_argnames=("algorithm", "chunk_size"))
@@ -150,9 +203,12 @@ def check_name(implementation: object) -> None:
         )
 
 
-def _lookup(implementation: Implementation) -> Algorithm:
+def _lookup(implementation: Implementation) -> Row:
+    """Return the row of a name; a callable states its limits in its attribute `why_not`."""
     check_name(implementation)
-    return implementation if callable(implementation) else IMPLEMENTATIONS[implementation]
+    if callable(implementation):
+        return Row(implementation, getattr(implementation, "why_not", None))
+    return IMPLEMENTATIONS[implementation]
 
 
 def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
@@ -160,8 +216,9 @@ def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
     platform = _platform(problem)
     if problem.q.shape[1] <= SHORT:
         return recurrent
-    if platform in KERNELS and reason_against("pallas", problem, chunk_size) is None:
-        return _pallas
+    kernels = IMPLEMENTATIONS["pallas"]
+    if kernels.reason_as_candidate(problem, chunk_size) is None:
+        return kernels.algorithm
     # Every serial step costs a GPU its launches; the scan has few, for much memory.
     if platform == "gpu" and numbers_in_chunk_maps(problem, chunk_size) <= FEW_NUMBERS:
         return associative_chunks
@@ -174,15 +231,11 @@ def _choose_first(
 ) -> Algorithm:
     if not candidates:
         raise ValueError("`implementation` must name at least one candidate; got an empty sequence")
-    algorithms = [_lookup(name) for name in candidates]
     reasons = []
-    for name, algorithm in zip(candidates, algorithms, strict=True):
-        if algorithm is _pallas and _platform(problem) not in KERNELS:
-            reasons.append(f"{name!r}: its kernels need a GPU or a TPU")
-            continue
-        reason = reason_against(name, problem, chunk_size)
+    for name, row in [(name, _lookup(name)) for name in candidates]:
+        reason = row.reason_as_candidate(problem, chunk_size)
         if reason is None:
-            return algorithm
+            return row.algorithm
         reasons.append(f"{name!r}: {reason}")
     raise NotImplementedError("no candidate of `implementation` can run: " + "; ".join(reasons))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from deltanet_jax.compat import enable_x64
-from deltanet_jax.core.chunk import Chunk
-from deltanet_jax.core.recurrence import step
-from deltanet_jax.core.solve import solve_chunk
+from deltanet_jax.core.chunk_solve import solve_chunk
+from deltanet_jax.core.problem import Tokens
+from deltanet_jax.core.step import step
 from tests.cases import VARIANTS, rng_for
 from tests.core.chunks import chunk_of
 from tests.tolerances import assert_close
@@ -17,15 +17,11 @@ HIGHEST = jax.lax.Precision.HIGHEST
 DELTA = [name for name, variant in VARIANTS.items() if variant.delta]
 
 
-def _steps(chunk: Chunk, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _steps(chunk: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The recurrence, token after token."""
     outputs = []
     for i in range(chunk.q.shape[-2]):
-        g = chunk.g if chunk.g is None else chunk.g[:, i]
-        if g is not None and g.shape[-1] == 1:
-            g = g[..., 0]
-        rows = (x[:, i] for x in chunk[:3])
-        o, state = step(state, *rows, g, chunk.beta[:, i, 0])
+        o, state = step(state, jax.tree.map(lambda x: x[:, i], chunk))
         outputs.append(o)
     return state, jnp.stack(outputs, axis=1)
 

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.chunk import Chunk, scale, system_of
+from deltanet_jax.core.chunk import scale, system_of
 from deltanet_jax.core.decay import decay_from_start, decay_to_end, scores, total_decay
 from deltanet_jax.core.linear import linear_map
-from deltanet_jax.core.recurrence import dot
-from deltanet_jax.core.wy import diagonal_inverses, substitute, substitute_transposed
+from deltanet_jax.core.numerics import dot
+from deltanet_jax.core.problem import Tokens
+from deltanet_jax.core.triangular import diagonal_inverses, substitute, substitute_transposed
 
 __all__ = ["solve_chunk"]
 
@@ -54,10 +55,10 @@ class Solved(NamedTuple):
     writes: Float[Array, "*B C V"]
 
 
-def solve_chunk(chunk: Chunk, state: State, precision: Precision) -> Result:
+def solve_chunk(chunk: Tokens, state: State, precision: Precision) -> Result:
     """The state after a chunk, and its outputs."""
     assert chunk.beta is not None
-    q, k, v = (x.astype(state.dtype) for x in chunk[:3])
+    q, k, v = (x.astype(state.dtype) for x in (chunk.q, chunk.k, chunk.v))
     decay = decay_from_start(chunk.g)
     inputs = Inputs(
         state=state,

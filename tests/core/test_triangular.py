@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deltanet_jax import compat
-from deltanet_jax.core.wy import unit_lower_inverse, unit_lower_solve
+from deltanet_jax.core.triangular import unit_lower_inverse, unit_lower_solve
 from tests.cases import rng_for, unit
 from tests.tolerances import TOLERANCES, assert_close
 
