@@ -51,6 +51,17 @@ def test_the_example_of_a_public_name_holds(name):
     where = {**IMPORTED, **NAMES, name.rpartition(".")[2]: PUBLIC[name]}
     example = doctest.DocTestParser().get_doctest(inspect.getdoc(thing), where, name, None, 0)
     assert example.examples, f"{name} has no `Example:`"
+    check(example)
+
+
+def test_the_example_of_the_surface_for_implementers_holds():
+    module = importlib.import_module("deltanet_jax.extend")
+    where = {**IMPORTED, **{name: getattr(module, name) for name in module.__all__}}
+    check(doctest.DocTestParser().get_doctest(module.__doc__, where, module.__name__, None, 0))
+
+
+def check(example: doctest.DocTest) -> None:
+    """Run an example and compare what it prints."""
     report = []
     result = doctest.DocTestRunner(verbose=False).run(example, out=report.append)
     assert result.failed == 0, "".join(report)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from deltanet_jax.core.affine import apply
-from deltanet_jax.core.chunk import Chunk, chunk_map, prepare_wy, read, write
+from deltanet_jax.core.chunk import chunk_map, prepare_wy, read, write
 from deltanet_jax.core.chunk_solve import solve_chunk
+from deltanet_jax.core.problem import Tokens
 from deltanet_jax.core.reference import recurrence
 from tests.cases import VARIANTS
 from tests.core.chunks import chunk_of
@@ -15,7 +16,7 @@ from tests.tolerances import assert_close
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def _case(variant: str, C: int) -> tuple[Chunk, jax.Array, np.ndarray, np.ndarray]:
+def _case(variant: str, C: int) -> tuple[Tokens, jax.Array, np.ndarray, np.ndarray]:
     """A chunk, its incoming state, and the oracle's outputs (unscaled) and state."""
     inputs, chunk, incoming = chunk_of(variant, C)
     rest = {name: x for name, x in inputs.items() if name not in "qkv"}
@@ -30,7 +31,7 @@ def test_a_chunk_is_as_many_steps(C: int, variant: str, form: str) -> None:
     chunk, state, o, final = _case(variant, C)
 
     @jax.jit
-    def run(chunk: Chunk, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(chunk: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         if form == "solve" and chunk.beta is not None:
             return solve_chunk(chunk, state, HIGHEST)[::-1]
         if form == "wy":

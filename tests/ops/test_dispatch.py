@@ -48,7 +48,7 @@ def test_the_first_of_a_sequence_that_can_runs():
 
 
 def test_pallas_in_a_sequence_counts_on_its_hardware_alone():
-    with pytest.raises(NotImplementedError, match="'pallas': its kernels need a GPU or a TPU"):
+    with pytest.raises(NotImplementedError, match="'pallas': the kernels need a Hopper GPU"):
         d.delta_rule(*inputs(), implementation=("pallas",))
 
 
