@@ -97,6 +97,10 @@ class Problem:
         given = self.tokens._asdict().items()
         return tuple(name for name, x in given if x is not None and name not in known)
 
+    def with_tokens(self, **arrays: jax.Array | None) -> "Problem":
+        """Return the problem with other per-token arrays under these names."""
+        return replace(self, tokens=self.tokens._replace(**arrays))
+
     def map_tokens(self, function: Callable[[jax.Array], Any]) -> "Problem":
         """Return the problem with `function` applied to every array of `tokens`."""
         return replace(self, tokens=jax.tree.map(function, self.tokens))

@@ -1,7 +1,5 @@
 """The Hopper kernels in the CPU interpreter, against the float64 oracle."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -194,8 +192,8 @@ def test_a_result_that_is_not_used_has_a_cotangent_of_zeros(monkeypatch, pieces,
 @pytest.mark.parametrize("channels", [False, True])
 def test_a_reset_by_the_gate_forgets_exactly(channels):
     p = problem(inputs(T=64, gate=0.1, channels=channels))
-    p = dataclasses.replace(p, g=p.g.at[:, 40].set(-jnp.inf))
-    other = dataclasses.replace(p, v=p.v.at[:, :40].multiply(-3))
+    p = p.with_tokens(g=p.g.at[:, 40].set(-jnp.inf))
+    other = p.with_tokens(v=p.v.at[:, :40].multiply(-3))
     after, expected = (np.asarray(_run(x)[0], np.float32)[:, 40:] for x in (p, other))
     np.testing.assert_array_equal(after, expected)
 
@@ -205,7 +203,7 @@ def test_a_gate_that_forgets_gets_no_gradient():
     """As of its maximum with `LOWEST_GATE`, which only the kernel takes."""
     p = problem(inputs(T=64, gate=0.1, delta=False))
     g = p.g.at[:, 40].set(-jnp.inf)
-    dg = jax.grad(lambda g: jnp.sum(_run(dataclasses.replace(p, g=g))[1]))(g)
+    dg = jax.grad(lambda g: jnp.sum(_run(p.with_tokens(g=g))[1]))(g)
     assert np.all(np.isfinite(dg))
     assert np.all(np.asarray(dg[:, 40]) == 0)
     assert np.all(np.asarray(dg[:, 41:]) != 0)

@@ -19,6 +19,7 @@ from tests.kernels.tpu_problems import (
     expected,
     problem,
     values_and_gradients,
+    with_arrays,
 )
 from tests.tolerances import TOLERANCES, assert_close, relative_rms
 
@@ -155,7 +156,7 @@ def transformed(p: Problem, transform) -> tuple[jax.Array, ...]:
     do, d_state = cotangents(p)
 
     def run(q, k, v, g, beta, state, reset):
-        x = dataclasses.replace(p, q=q, k=k, v=v, g=g, beta=beta, initial_state=state, reset=reset)
+        x = with_arrays(p, q=q, k=k, v=v, g=g, beta=beta, initial_state=state, reset=reset)
         return mosaic_tpu.chunkwise(x, 16, interpret=True)
 
     def loss(*arrays):
@@ -219,7 +220,7 @@ def test_shard_map_without_initial_state() -> None:
     tokens = PartitionSpec("b", None, "h")
 
     def run(q, k, v):
-        return mosaic_tpu.chunkwise(dataclasses.replace(p, q=q, k=k, v=v), 16, interpret=True)
+        return mosaic_tpu.chunkwise(p.with_tokens(q=q, k=k, v=v), 16, interpret=True)
 
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"in_specs": (tokens,) * 3, "out_specs": (tokens, PartitionSpec("b", "h"))}

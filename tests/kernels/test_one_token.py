@@ -133,8 +133,8 @@ def test_step_takes_the_kernel_on_a_gpu_alone(monkeypatch):
     monkeypatch.setattr(dispatch, "_platform", lambda problem: "gpu")
     jax.eval_shape(lambda x: traced.append(choose(problem(x))), x)
     assert traced == [dispatch.ONE_TOKEN_IN_PLACE]
-    assert choose(problem(x)) is dispatch._one_token
-    narrow = dataclasses.replace(problem(x), q=x["q"][..., :32])
+    assert choose(problem(x)) is dispatch.ONE_TOKEN
+    narrow = problem(x).with_tokens(q=x["q"][..., :32])
     assert choose(narrow) is dispatch.IMPLEMENTATIONS["recurrent"].algorithm
 
 

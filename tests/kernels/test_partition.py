@@ -30,9 +30,9 @@ def placed(p: Problem, mesh: jax.sharding.Mesh, tokens: P, state: P) -> Problem:
     def place(x: jax.Array | None, spec: P) -> jax.Array | None:
         return None if x is None else jax.device_put(x, NamedSharding(mesh, spec))
 
-    arrays = {name: place(getattr(p, name), tokens) for name in ("q", "k", "v", "g", "beta")}
-    arrays["initial_state"] = place(p.initial_state, state)
-    return dataclasses.replace(p, **arrays, reset=place(p.reset, P(*tokens[:1])))
+    split = p.map_tokens(lambda x: place(x, tokens))
+    reset = place(p.reset, P(*tokens[:1]))
+    return dataclasses.replace(split, initial_state=place(p.initial_state, state), reset=reset)
 
 
 def run_and_record(shapes: list):
@@ -56,7 +56,7 @@ def test_devices_get_their_batch_and_heads(kind: AxisType, H: int, HV: int, loca
     p = problem(T=20, H=H, HV=HV, gate="weak", segments=True)
     mesh, shapes = mesh_of(kind), []
     sharded = placed(p, mesh, TOKENS, STATE) if H > 1 else placed(p, mesh, P("data"), P("data"))
-    sharded = dataclasses.replace(sharded, v=jax.device_put(p.v, NamedSharding(mesh, TOKENS)))
+    sharded = sharded.with_tokens(v=jax.device_put(p.v, NamedSharding(mesh, TOKENS)))
     got = values_and_gradients(lambda x: over_devices(run_and_record(shapes), x), sharded)
     assert set(shapes) == {local}
     bounds = TOLERANCES["float32"]

@@ -85,6 +85,13 @@ def cotangents(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(do.astype(jnp.float32)), rng.standard_normal((B, HV, K, V)).astype("float32")
 
 
+def with_arrays(p: Problem, **arrays: jax.Array) -> Problem:
+    """Return the problem with other arrays under these names."""
+    tokens = {name: x for name, x in arrays.items() if name in p.tokens._fields}
+    others = {name: x for name, x in arrays.items() if name not in tokens}
+    return dataclasses.replace(p.with_tokens(**tokens), **others)
+
+
 def values_and_gradients(run: Run, p: Problem) -> dict[str, np.ndarray]:
     """`o`, `final_state`, and the gradient `dx` of every array x that the problem has."""
     arrays = {name: getattr(p, name) for name in ARRAYS if getattr(p, name) is not None}
@@ -92,7 +99,7 @@ def values_and_gradients(run: Run, p: Problem) -> dict[str, np.ndarray]:
 
     @jax.jit
     def pull(arrays: dict[str, jax.Array]) -> tuple:
-        outputs, vjp = jax.vjp(lambda x: run(dataclasses.replace(p, **x)), arrays)
+        outputs, vjp = jax.vjp(lambda x: run(with_arrays(p, **x)), arrays)
         given = [jnp.asarray(c, x.dtype) for c, x in zip(seeds, outputs, strict=True)]
         return outputs, vjp(tuple(given))[0]
 

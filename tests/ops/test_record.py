@@ -151,7 +151,7 @@ def test_kernels_refuse_it_by_name(why_not):
 def test_keys_of_few_heads_are_repeated_with_it():
     p = problem()
     half = p.map_tokens(lambda x: x[:, :, :1] if x is p.q or x is p.k else x)
-    few = dataclasses.replace(half, tokens=half.tokens._replace(mark=p.tokens.mark[:, :, :1]))
+    few = half.with_tokens(mark=p.tokens.mark[:, :, :1])
     repeated = few.with_repeated_keys().tokens
     np.testing.assert_array_equal(repeated.mark[:, :, 1], p.tokens.mark[:, :, 0])
     assert repeated.q.shape == p.q.shape
