@@ -3,12 +3,12 @@
     python benchmarks/cpu.py                   # forward and forward+backward, default path
     python benchmarks/cpu.py --implementations chunkwise,recurrent --rounds 5
 
-The peer is optional (`pip install --no-deps jax-linear-attention==0.1.0` with its needs, on Python
-3.12 or newer); without it our rows stand alone. Programs are compiled before anything is timed
+The baseline is optional (`pip install --no-deps jax-linear-attention==0.1.0` with its needs, on
+Python 3.12 or newer); without it our rows stand alone. Programs are compiled before any is timed
 and then called in turn, A B A B, after a pause in which the system takes back what the call before
 has freed; the table gives the median and the range of wall time, the temporary memory by XLA's
-account, and the ratio to the peer's median in the same run. Set `OPENBLAS_NUM_THREADS=1` to give
-the peer its best case: its triangular solves are batched.
+account, and the ratio to the baseline's median in the same run. Set `OPENBLAS_NUM_THREADS=1` to give
+the baseline its best case: its triangular solves are batched.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from deltanet_jax import delta_rule
+from deltanet_jax import delta_rule, l2_norm
 
 B, T, H, D = 1, 4096, 4, 128
 PAUSE = 0.05  # seconds before each call
@@ -28,12 +28,10 @@ Operator = Callable[..., jax.Array]
 
 
 def inputs() -> tuple[jax.Array, ...]:
-    """`q, k, v, beta, do`, layer-like: unit queries and keys, `beta` from a sigmoid."""
+    """Draw layer-like `q, k, v, beta, do`: unit queries and keys, `beta` from a sigmoid."""
     keys = jax.random.split(jax.random.key(0), 5)
     tokens = [jax.random.normal(key, (B, T, H, D)) for key in keys[:4]]
-    q, k = (
-        x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True)) for x in map(jax.nn.silu, tokens[:2])
-    )
+    q, k = (l2_norm(x) for x in map(jax.nn.silu, tokens[:2]))
     beta = jax.nn.sigmoid(jax.random.normal(keys[4], (B, T, H)))
     return q, k, tokens[2], beta, tokens[3]
 
@@ -45,11 +43,11 @@ def ours(implementation: str | None) -> Operator:
     return operator
 
 
-def peer() -> Operator | None:
+def baseline() -> Operator | None:
     try:
         ops = importlib.import_module("jla.ops")
     except ImportError as error:
-        print(f"without the peer: {error}")
+        print(f"without the baseline: {error}")
         return None
 
     def operator(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array) -> jax.Array:
@@ -85,11 +83,11 @@ def measure(name: str, operators: dict[str, Operator], rounds: int) -> None:
             start = time.perf_counter()
             jax.block_until_ready(program(*given))
             times[label].append(1e3 * (time.perf_counter() - start))
-    base = statistics.median(times["peer"]) if "peer" in times else None
+    base = statistics.median(times["baseline"]) if "baseline" in times else None
     for label, (program, _) in programs.items():
         median = statistics.median(times[label])
         memory = program.memory_analysis().temp_size_in_bytes / 1e6
-        ratio = f"{median / base:5.2f} of the peer" if base else ""
+        ratio = f"{median / base:5.2f} of the baseline" if base else ""
         print(
             f"{name:17s} {label:16s} {median:8.1f} ms [{min(times[label]):.1f}-"
             f"{max(times[label]):.1f}]  {memory:6.0f} MB  compiled in "
@@ -105,8 +103,8 @@ def main() -> None:
     parser.add_argument("--implementations", default="default,recurrent")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    other = peer()
-    operators = {} if other is None else {"peer": other}
+    other = baseline()
+    operators = {} if other is None else {"baseline": other}
     for name in options.implementations.split(","):
         operators[name] = ours(None if name == "default" else name)
     print(f"jax {jax.__version__}, B={B} T={T} H={H} K=V={D}, float32")

@@ -154,7 +154,7 @@ def _train(
             losses[step] = float(train_step(model, optimizer, tokens, segment_ids)["loss"])
             if checkpoints is not None:
                 checkpoints.save(step + 1, model, optimizer)
-            # One short write a line: whoever reads the pipe sees a step once it is complete.
+            # One short write a line: a reader of the pipe sees only complete steps.
             sys.stdout.write(f"step {step} loss {losses[step]:.7f}\n")
             sys.stdout.flush()
     return losses

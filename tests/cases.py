@@ -14,7 +14,7 @@ Inputs = dict[str, np.ndarray]
 
 
 class Variant(NamedTuple):
-    """A member of the family."""
+    """A variant: which of the gates it has, and whether the delta rule."""
 
     gate: str  # "none", "scalar" or "vector"
     delta: bool
@@ -62,7 +62,7 @@ SHAPES = {
 }
 
 # Three chunks with a state is where faults show: every pair runs there. The other shapes take
-# the members and the algorithms whose code depends on the length.
+# the variants and the algorithms whose code depends on the length.
 GRID = {
     "below_a_chunk": (("delta", "kda"), tuple(IMPLEMENTATIONS)),
     "three_chunks": (tuple(VARIANTS), tuple(IMPLEMENTATIONS)),
@@ -186,7 +186,7 @@ GATED_FAMILIES = ("strong", "weak", "sudden")
 
 
 def families_of(variant: str) -> list[str]:
-    """The families that differ from "layer" for this member."""
+    """The families that differ from "layer" for this variant."""
     kind = VARIANTS[variant]
     skipped = set() if kind.gate != "none" else set(GATED_FAMILIES)
     skipped |= set() if kind.delta else {"cos6", "repeat"}

@@ -1,7 +1,7 @@
 """The float64 oracle of gradients: a plain scan over tokens, differentiated by JAX.
 
-All six members are one recurrence with an erasing strength (0 without the delta rule) and a
-writing strength (1 without it), so a shape costs one compilation whatever the member::
+All six variants are one recurrence with an erasing strength (0 without the delta rule) and a
+writing strength (1 without it), so a shape costs one compilation for any variant::
 
     S_t = (I - erase_t k_t^T k_t) Diag(exp(g_t)) S_{t-1} + write_t k_t^T v_t
 

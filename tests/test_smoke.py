@@ -1,4 +1,4 @@
-"""Every member by every form against the oracle, small: the subset for the newest jax too."""
+"""Every variant by every implementation against the oracle: a small subset for every jax."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def loss_of(form: str, weights: jax.Array):
 
 @pytest.fixture(scope="module", params=MEMBERS)
 def member(request):
-    """A member's inputs, the oracle's answer, and the slope of its loss along a direction."""
+    """The inputs of a variant, the oracle's answer, and the slope of its loss along a direction."""
     inputs = draw(request.param)
     random = np.random.default_rng(8)
     weights = random.standard_normal((B, T, HV, V))

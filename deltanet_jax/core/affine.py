@@ -1,6 +1,6 @@
 """Affine maps of the state, `S -> A S + B`, and the one operator that composes them.
 
-Every member of the family is `S_t = A_t S_{t-1} + B_t`. The operator below serves at every
+Every variant is `S_t = A_t S_{t-1} + B_t`. The operator below serves at every
 level: tokens (the associative scan), chunks, pieces of one sequence, devices.
 """
 

@@ -69,7 +69,7 @@ class WYForm(NamedTuple):
 
 
 def prepare_wy(chunk: Tokens, precision: Precision) -> WYForm:
-    """Form 2 of a chunk; also the only form of a member without the delta rule."""
+    """Form 2 of a chunk; also the only form of a variant without the delta rule."""
     keys, total = scale(chunk.k, decay_to_end(chunk.g)), total_decay(chunk.g)
     if chunk.beta is None:
         return WYForm(None, chunk.v, keys, total)

@@ -8,7 +8,7 @@ Rows of the chunk, `S` its incoming state, `L` its system and `A` its scores::
     S' = Diag(exp(b_C)) S + (k*exp(b_C - b))^T U
 
 The derivative is written out. As the transpose of its products JAX makes some of two transposed
-factors, which XLA's CPU backend runs at half the speed (`docs/results.md`).
+factors, which XLA's CPU backend runs at half the speed (`docs/notebook.md`).
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ Result = tuple[State, Float[Array, "*B C V"]]
 
 
 class Inputs(NamedTuple):
-    """What the outputs and the next state are made of."""
+    """Inputs of the outputs and of the next state."""
 
     state: State
     queries: Float[Array, "*B C K"]  # q*exp(b)
@@ -122,7 +122,7 @@ def _tangents(precision: Precision, solved: Solved, d: Inputs) -> Result:
 
 
 def _cotangents(precision: Precision, solved: Solved, results: Result) -> Inputs:
-    """The transpose of `_tangents`; `d_x` are cotangents here."""
+    """Apply the transpose of `_tangents`; `d_x` are gradients here."""
     x, inverses, error, writes = solved
     d_next, d_o = results
     d_writes = dot("...ck,...kv->...cv", x.writers, d_next, precision)

@@ -92,7 +92,7 @@ def _transpose(
 def _batch(
     args: Arrays, dims: Arrays, *, function: Any, transpose: Any, known: int
 ) -> tuple[Any, Any]:
-    """A batch of maps. Every part of `x` gets the axis: its cotangent has it."""
+    """Batch the map. Every part of `x` gets the axis, because its gradient has it."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     x = [
         batching.bdim_at_front(leaf, d, size)

@@ -72,7 +72,7 @@ def diagonal_inverses(strict: Float[Array, "*B C C"]) -> Float[Array, "*B N b b"
 
 
 def _merge_inverse(strict: Float[Array, "*B N b b"]) -> Float[Array, "*B N b b"]:
-    """`(I + L)^-1` of blocks: of their two halves, then of what is below the diagonal."""
+    """Invert blocks `I + L`: their two halves first, then the part below the diagonal."""
     N, size = strict.shape[-3], strict.shape[-1]
     if size <= ROWS or size % 2:
         return _substitute_rows(strict)

@@ -66,7 +66,7 @@ def over_devices(run: Callable[[Problem], Result], problem: Problem) -> Result:
 def _inside_another(
     run: Callable[[Problem], Result], split: Any, problem: Problem, specs: Problem, results: Any
 ) -> Result:
-    """The same inside another `shard_map`, with a backward that runs the forward again.
+    """Run inside another `shard_map`, with a backward that runs the forward again.
 
     JAX (0.10.2 to 0.11.2) stacks what the derivative of an inner `shard_map` keeps over the
     axes of the outer one as well, and fails; so nothing is kept but the problem.

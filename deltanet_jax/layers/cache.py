@@ -1,4 +1,4 @@
-"""What a layer carries from one piece of a sequence to the next, and slots of a batch of it."""
+"""The cache that a layer carries from piece to piece of a sequence, and its batch slots."""
 
 from typing import NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ Tree = TypeVar("Tree")
 
 
 class DeltaNetCache(NamedTuple):
-    """Constant in size, whatever the number of tokens read; a pytree.
+    """State and last inputs of a layer; a pytree of constant size.
 
     Attributes:
         state: Of every value head, `[B, HV, K, V]`, float32.
@@ -50,8 +50,8 @@ def reset_slots(cache: Tree, slots: Bool[Array, " B"]) -> Tree:
 def select_slots(slots: Bool[Array, " B"], chosen: Tree, other: Tree) -> Tree:
     """`chosen` in these slots and `other` elsewhere.
 
-    A cache that was kept before tokens were drafted is `chosen` to roll those slots back; the
-    size of what is kept does not depend on how many tokens were read.
+    A cache from before tokens were drafted is `chosen` to roll those slots back. Its size does
+    not depend on the number of tokens that were read.
 
     Raises:
         ValueError: If `slots` is not a boolean array of one entry per slot, or the caches are

@@ -1,4 +1,4 @@
-"""The token mixers: one layer, three forms of its recurrence."""
+"""The token mixers: one layer, three algorithms for its recurrence."""
 
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ class DeltaNet(nnx.Module):
 
     There are no biases. The subclasses differ in one class attribute, `implementation`, and
     all have one tree of parameters: `nnx.update(b, nnx.state(a))` turns one into another. The
-    members without the delta rule are functions only (`gated_linear_attention` and so on).
+    variants without the delta rule are functions only (`gated_linear_attention` and so on).
 
     Example:
         >>> layer, x = DeltaNet(8, num_heads=2, rngs=nnx.Rngs(0)), jnp.ones((1, 5, 8))
@@ -217,7 +217,7 @@ class DeltaNet(nnx.Module):
         *,
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaNetCache]:
-        """Go on from a cache with any number of tokens.
+        """Continue from a cache with any number of tokens.
 
         A sequence in pieces gives what it gives whole. One token runs in the recurrent form,
         more in the layer's own.
@@ -252,8 +252,8 @@ class DeltaNet(nnx.Module):
                 "`mask` does not go with `context_axis`: pad on the right and leave it out, "
                 "since no token sees a later one"
             )
-        # The parameters go in by the door: arrays that a per-device function closes over keep the
-        # type they have outside.
+        # Parameters are arguments: arrays captured by a `shard_map` body keep their outer
+        # sharding type.
         layer, parameters = nnx.split(self)
 
         def mix(
@@ -275,7 +275,7 @@ class DeltaNet(nnx.Module):
         mask: Bool[Array, "B T"] | None,
         axis: str | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaNetCache]:
-        """The tokens here; along `axis` they are this device's shard."""
+        """Mix the tokens of this device; along `axis` they are its shard."""
         packing = None if mask is None else pack(mask)
         if packing is not None:
             x = packing.gather(x)

@@ -16,7 +16,7 @@ def identity(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
 
 
 def elu_plus_one(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """Positive everywhere: Katharopoulos et al., 2020."""
+    """ELU + 1, positive everywhere: Katharopoulos et al., 2020."""
     return jax.nn.elu(x) + 1
 
 

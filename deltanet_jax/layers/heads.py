@@ -32,7 +32,7 @@ def activate_heads(
     *,
     runs: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T H K"]:
-    """Convolution and activation in float32, rounded once; the backward keeps only the input."""
+    """Convolve and activate in float32, rounded once; only the input is a residual."""
 
     @jax.checkpoint
     def activate(x: jax.Array, kernel: jax.Array | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What `flax.nnx.bridge` needs to make complete Linen modules of the layers."""
+"""Metadata that `flax.nnx.bridge` needs to make complete Linen modules of the layers."""
 
 import jax
 from flax import linen as nn

@@ -1,4 +1,4 @@
-"""Normalisations, computed in float32 whatever comes in."""
+"""Normalisations, computed in float32 for 16- and 32-bit inputs."""
 
 import jax
 import jax.numpy as jnp

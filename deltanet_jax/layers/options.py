@@ -47,7 +47,7 @@ def check_implementation(implementation: Choice) -> Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """What `DeltaNet` was built with; `DeltaNet` documents the fields."""
+    """Options of a `DeltaNet`, which documents the fields."""
 
     hidden_size: int
     num_heads: int

@@ -16,7 +16,7 @@ __all__ = ["Packing", "pack", "runs_of"]
 
 
 class Packing(NamedTuple):
-    """Where the real tokens of each row go."""
+    """Positions of the real tokens of each row in packed order."""
 
     order: Int[Array, "B T"]  # position that each packed token comes from
     inverse: Int[Array, "B T"]  # position that each token goes to
@@ -24,7 +24,7 @@ class Packing(NamedTuple):
 
     @property
     def real(self) -> Bool[Array, "B T"]:
-        """Which packed tokens are real."""
+        """Mask of the real packed tokens."""
         return jnp.arange(self.order.shape[1]) < self.lengths[:, None]
 
     def zero_padding(self, x: jax.Array) -> jax.Array:
@@ -32,11 +32,11 @@ class Packing(NamedTuple):
         return jnp.where(_like(self.real, x), x, 0)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """From positions to packed order; padding becomes zero."""
+        """Reorder from positions to packed order; padding becomes zero."""
         return self.zero_padding(_take(x, self.order))
 
     def scatter(self, x: jax.Array) -> jax.Array:
-        """From packed order back to positions; padding is zero."""
+        """Reorder from packed order back to positions; padding is zero."""
         return _take(self.zero_padding(x), self.inverse)
 
 

@@ -1,4 +1,4 @@
-"""How every layer makes its parameters: named axes, no biases, one policy of dtypes."""
+"""Parameters of every layer: named axes, no biases, one policy of dtypes."""
 
 from typing import Any
 

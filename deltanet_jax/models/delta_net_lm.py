@@ -160,7 +160,7 @@ class DeltaNetLM(nnx.Module):
         *,
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T vocab"], LMCache]:
-        """Go on from a cache with any number of tokens: logits, and the cache after them."""
+        """Continue from a cache with any number of tokens; return logits and the new cache."""
         x, cache = self.read(tokens, cache, mask=mask)
         return self.logits(x), cache
 
@@ -171,7 +171,7 @@ class DeltaNetLM(nnx.Module):
         *,
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LMCache]:
-        """`extend` up to the last block: its features, and the cache after these tokens."""
+        """Run `extend` up to the last block; return its features and the new cache."""
         x, new = self._embed(tokens, mask), []
         if len(cache) != len(self.blocks):
             raise ValueError(
@@ -195,7 +195,7 @@ class DeltaNetLM(nnx.Module):
         return compat.rows(self.embedding[...], ids).astype(self.config.compute_dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
-        """Features of the last block to logits, accumulated and kept in float32."""
+        """Map features of the last block to logits, in float32."""
         x = self.norm(x)
         tied = self.config.tie_embeddings
         table = self.embedding[...].T if tied else self.head.kernel[...]

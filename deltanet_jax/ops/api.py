@@ -1,4 +1,4 @@
-"""The public functions: one per member of the family, over one implementation table."""
+"""The public functions: one per variant, over one table of implementations."""
 
 from typing import Unpack
 
@@ -45,7 +45,7 @@ def linear_attention(
     implementation: Choice = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Result:
-    """Every member of the family; the others are this function with fewer choices.
+    """Compute any variant; the other operators are this function with fewer choices.
 
     ::
 
@@ -309,7 +309,7 @@ def step(
     beta: Float[Array, "B HV"] | None = None,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "B HV K V"]]:
-    """One token of any member: what a decoder calls.
+    """Compute one token of any variant, for a decoder.
 
     On an H100 or H200 a kernel reads the state once and writes it once. Under `jit`, donate the
     state or make it the carry of a scan: it is then overwritten where it lies.

@@ -1,4 +1,4 @@
-"""The types of what every member is called with."""
+"""Types of the arguments of the operators."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -17,7 +17,7 @@ Result = tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]
 
 
 class CallOptions(TypedDict, total=False):
-    """The keywords that every member shares; `linear_attention` documents them."""
+    """Keywords that all operators share; `linear_attention` documents them."""
 
     scale: float | None
     initial_state: Float[Array, "B HV K V"] | None

@@ -20,7 +20,7 @@ def associative(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Ar
     """`jax.lax.associative_scan` with the combine `(A2 A1, A2 B1 + B2)`.
 
     By default it scans the maps of single tokens, the textbook way: every prefix product, a
-    `K x K` and a `K x V` matrix per token and head, is formed and kept. With `chunk_size`
+    `K x K` and a `K x V` matrix per token and head, is formed and stored. With `chunk_size`
     above 1 the same operator runs over the maps of chunks.
     """
     problem = problem.with_repeated_keys()
@@ -39,7 +39,7 @@ def associative_chunks(
 
 
 def numbers_in_chunk_maps(problem: Problem, chunk_size: int | None) -> int:
-    """Of all chunks together; the scan and its derivative hold about ten times as many."""
+    """Count values in all chunk maps; the scan and its derivative hold about ten times that."""
     B, T, HV, V = problem.v.shape
     K = problem.k.shape[-1]
     return B * HV * -(-T // (chunk_size or DEFAULT_CHUNK)) * K * (K + V)

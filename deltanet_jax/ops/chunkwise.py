@@ -1,6 +1,6 @@
-"""The chunkwise forms in plain XLA: parallel inside chunks, serial across them.
+"""The chunkwise algorithms in plain XLA: parallel inside chunks, serial across them.
 
-Both keep only one state per segment or chunk for the backward pass and compute the rest
+Both store only one state per segment or chunk for the backward pass and compute the rest
 again, so temporary memory does not grow with what a chunk needs.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["chunkwise", "chunkwise_solve"]
 
 DEFAULT_CHUNK = 64
 SEGMENT_TOKENS = 512  # of all chunks that form 2 prepares together
-PAIRS_FROM = 16  # chunks, from which on form 1 keeps the state before every second one
+PAIRS_FROM = 16  # chunks, from which on form 1 stores the state before every second one
 
 State = Float[Array, "B H K V"]
 Precision = jax.lax.Precision | None
@@ -49,7 +49,7 @@ def chunkwise_solve(problem: Problem, chunk_size: int | None = None) -> tuple[ja
 
 
 def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, jax.Array]:
-    """Pass the state through blocks of `size` tokens, keeping only it for the backward pass."""
+    """Pass the state through blocks of `size` tokens; only it is stored for the backward pass."""
     problem = problem.with_repeated_keys()
 
     # Scaled and rounded block by block: no pass over the whole output in the wider type.

@@ -41,7 +41,7 @@ KERNEL_PLATFORMS = ("gpu", "tpu")
 
 
 class Kernels(Protocol):
-    """What a package of kernels offers."""
+    """Interface of a package of kernels."""
 
     def why_not(self, problem: Problem, chunk_size: int | None) -> str | None: ...
 
@@ -212,7 +212,7 @@ def _lookup(implementation: Implementation) -> Row:
 
 
 def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
-    """What measured best: see `docs/choosing.md`."""
+    """Choose what measured best: see `docs/choosing.md`."""
     platform = _platform(problem)
     if problem.q.shape[1] <= SHORT:
         return recurrent

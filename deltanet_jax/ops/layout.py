@@ -21,7 +21,7 @@ __all__ = [
 def split_time(x: Float[Array, "B T *rest"], size: int) -> Float[Array, "M B size *rest"]:
     """Blocks of `size` tokens on a leading axis, the last one padded with zeros.
 
-    A token of zeros is a no-op for every member: it writes nothing and decays nothing.
+    A token of zeros is a no-op for every variant: it writes nothing and decays nothing.
     """
     B, T, *rest = x.shape
     if T % size:
@@ -42,7 +42,7 @@ def scan_blocks(
     tokens: Any,
     size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Pass a state through blocks of `size` tokens; only it is kept for the backward pass.
+    """Pass a state through blocks of `size` tokens; only it is stored for the backward pass.
 
     `body(state, block)` gets the arrays of `tokens`, `[B, T, ...]`, cut to `[B, size, ...]`, and
     returns the next state and an output `[B, size, ...]`; the outputs come back as `[B, T, ...]`.

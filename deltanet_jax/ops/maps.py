@@ -1,4 +1,4 @@
-"""A whole sequence as one affine map of the state: what is left of it for what comes after."""
+"""A whole sequence as one affine map of the state, for the tokens after it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def sequence_map(problem: Problem) -> AffineMap:
 
     The map is linear in the columns of the state, so it is what the tokens make of the state
     `[I | 0]` when the values of its first `K` columns are zero. Without the delta rule `A` is
-    the decay alone. Only one state per `SEGMENT_TOKENS` tokens is kept for the backward pass.
+    the decay alone. Only one state per `SEGMENT_TOKENS` tokens is stored for the backward pass.
     """
     problem = problem.with_repeated_keys()
     T, K = problem.k.shape[1], problem.k.shape[-1]

@@ -1,4 +1,4 @@
-"""The recurrent form: one token after another, with a backward that keeps few states."""
+"""The recurrent algorithm: one token after another, with few states stored for the backward."""
 
 import math
 
@@ -15,9 +15,9 @@ __all__ = ["recurrent"]
 def recurrent(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
     """A scan over tokens inside a checkpointed scan over blocks of tokens.
 
-    The backward pass keeps the state at the start of each block and recomputes the states
+    The state at the start of each block is stored; the backward pass recomputes the states
     inside one block at a time. `chunk_size` is the length of a block; its default, about
-    `sqrt(T)`, keeps the fewest states.
+    `sqrt(T)`, stores the fewest states.
     """
     problem = problem.with_repeated_keys()
     T = problem.q.shape[1]

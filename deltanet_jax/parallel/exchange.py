@@ -1,4 +1,4 @@
-"""What neighbours on a mesh axis tell each other; all of it inside `shard_map`.
+"""Exchanges between neighbours on a mesh axis, inside `shard_map`.
 
 Devices are in the order of the sequence. Nothing here is as large as a shard of tokens: maps
 of `K x (K + V)` numbers per head, states, and the few tokens that a convolution looks back.
@@ -15,7 +15,7 @@ __all__ = ["from_last", "halo", "incoming_state", "prefix", "shift"]
 
 
 def shift(x: Shaped[Array, "*S"], axis_name: str, by: int = 1) -> Shaped[Array, "*S"]:
-    """What the device `by` places earlier holds; zeros where there is none."""
+    """Receive the value of the device `by` places earlier; zeros where there is none."""
     devices = jax.lax.axis_size(axis_name)
     pairs = [(i, i + by) for i in range(devices - by)]
     shifted: jax.Array = jax.lax.ppermute(x, axis_name, pairs)  # type: ignore[no-untyped-call]
@@ -23,7 +23,7 @@ def shift(x: Shaped[Array, "*S"], axis_name: str, by: int = 1) -> Shaped[Array, 
 
 
 def from_last(x: Shaped[Array, "*S"], axis_name: str) -> Shaped[Array, "*S"]:
-    """What the last device holds, on every device."""
+    """Broadcast the value of the last device to every device."""
     last = jax.lax.axis_index(axis_name) == jax.lax.axis_size(axis_name) - 1
     only = jnp.where(last, x, jnp.zeros_like(x))
     everywhere: jax.Array = jax.lax.psum(only, axis_name)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Where code is per device along a mesh axis, and how to get there."""
+"""Regions in which code is per device along a mesh axis, and how to enter one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -4,7 +4,7 @@ A corpus is a directory of `tokens.bin`, all documents after one another, and `e
 each of them ends. It is cut into windows of `T` tokens; an epoch reads every window once, in an
 order that is computed and not stored. A window may hold parts of several documents: their
 `segment_ids` keep them apart. Batch `n` needs none of those before it, so a run that was killed
-goes on at its step, and every process of many can read its own rows.
+continues at its step, and each of many processes can read its own rows.
 """
 
 import json

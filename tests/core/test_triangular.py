@@ -27,7 +27,7 @@ def _inverse(L: np.ndarray) -> np.ndarray:
 
 
 def _stable_bound(L: np.ndarray, X: np.ndarray) -> float:
-    """What any order of summation keeps in substitution: eps |X| |I + L| |X|, relative to X."""
+    """Bound the error of any order of summation: eps |X| |I + L| |X|, relative to X."""
     error = 2**-24 * np.abs(X) @ np.abs(np.eye(L.shape[-1]) + L) @ np.abs(X)
     return float(np.sqrt(np.mean(error**2) / np.mean(X**2)))
 

@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the chunk equations are made of."""
+    """Parts of the chunk equations."""
 
     q_in: np.ndarray  # q * exp(b)
     k_in: np.ndarray  # k * exp(b)
@@ -120,7 +120,7 @@ class Gradients(NamedTuple):
 
 
 def backward(x: Tokens, S: np.ndarray, dO: np.ndarray, dS1: np.ndarray) -> Gradients:
-    """The backward of one chunk of a member with the delta rule; `dS1` belongs to `S'`."""
+    """The backward of one chunk with the delta rule; `dS1` belongs to `S'`."""
     p = parts(x)
     E = x.v - p.k_in @ S
     writes = p.T @ (x.beta * E)

@@ -1,4 +1,4 @@
-"""What the pages say of the project, and the code that they show."""
+"""Facts of the pages about the project, and the code that they show."""
 
 import re
 import tomllib

@@ -83,7 +83,7 @@ def test_the_hardest_keys_stay_within_8e_3(gate):
     ids=["delta", "one-chunk", "gated-delta"],
 )
 def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, case, size):
-    """With one multiprocessor every head is a program of its own, or every pair of heads."""
+    """With one SM every head is its own thread block, or every pair of heads."""
     monkeypatch.setattr(program, "MULTIPROCESSORS", 1)
     x = inputs(K=size, V=size, **case)
     o, state = _run(problem(x))
@@ -105,7 +105,7 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, c
     ids=["delta", "one-chunk", "gated-delta", "gla"],
 )
 def test_two_heads_in_a_program_equal_the_recurrence(monkeypatch, case):
-    """With one multiprocessor; of three heads the last has a program for itself."""
+    """With one SM; of three heads the last has its own thread block."""
     monkeypatch.setattr(program, "MULTIPROCESSORS", 1)
     _check(inputs(**case))
 

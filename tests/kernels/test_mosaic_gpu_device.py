@@ -68,7 +68,7 @@ def test_kernels_equal_the_recurrence(name, dtype):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("gate", [{}, {"gate": 0.2, "segments": True}], ids=["delta", "gated"])
 def test_the_forward_in_one_kernel_equals_the_recurrence(fused_launches, gate, size):
-    """Where nothing is saved for the backward and heads fill the multiprocessors."""
+    """Inference where heads fill the SMs."""
     x = inputs(B=2, T=330, H=56, HV=112, K=size, V=size, **gate)
     o, state = mosaic_gpu.chunkwise(problem(x))
     assert fused_launches

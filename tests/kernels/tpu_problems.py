@@ -114,7 +114,7 @@ def values_and_gradients(run: Run, p: Problem) -> dict[str, np.ndarray]:
 
 
 def expected(p: Problem) -> dict[str, np.ndarray]:
-    """What `values_and_gradients` must give, in float64."""
+    """Expected result of `values_and_gradients`, in float64."""
     arrays = {name: getattr(p, name) for name in ARRAYS if getattr(p, name) is not None}
     inputs = {name: np.asarray(x.astype(jnp.float32)) for name, x in arrays.items()}
     if p.reset is not None:

@@ -29,7 +29,7 @@ def _rounded(inputs: Inputs, dtype: str) -> tuple[dict, Expected]:
 def test_16_bit_inputs(variant: str, implementation: str, dtype: str) -> None:
     """Outputs in 16 bits, state in float32, every cotangent in the dtype of its input."""
     if dtype == "float16" and variant == "kda":
-        pytest.skip("one member is enough for the second 16-bit format")
+        pytest.skip("one variant is enough for the second 16-bit format")
     inputs, want = _rounded(layer_like(variant, SHAPE), dtype)
     got = run(inputs, implementation)
     assert got.o.dtype == dtype

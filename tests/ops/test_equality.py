@@ -1,4 +1,4 @@
-"""Every implementation of every member equals the float64 recurrence, gradients included."""
+"""Every implementation of every variant equals the float64 recurrence, gradients included."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from tests.cases import IMPLEMENTATIONS, VARIANTS, Shape, layer_like, weak_decay
 from tests.checks import assert_matches, run
 from tests.oracle import expected
 
-# The member differs by algorithm, so that together they cover the kinds of gate.
+# The variant differs by algorithm, so that together they cover the kinds of gate.
 PAIRS = [
     ("gla", "recurrent", 16),
     ("delta", "associative_chunks", 16),

@@ -78,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(("variant", "implementation"), CASES)
 def test_eight_devices_equal_one(variant: str, implementation: str) -> None:
-    """Every other member is packed; all have a state to start from."""
+    """Every other variant is packed; all have a state to start from."""
     inputs = layer_like(variant, SHAPE)
     if variant in ("linear", "gated_delta", "kda"):
         inputs["segment_ids"] = _segments()

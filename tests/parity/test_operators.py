@@ -41,7 +41,7 @@ def _state(x):
     return {"initial_state": x["initial_state"], "output_final_state": True}
 
 
-# Each with the member that it computes: which gate, whether the delta rule, grouped heads.
+# Each with the variant that it computes: which gate, whether the delta rule, grouped heads.
 REFERENCES = {
     "fla-delta-recurrence": (_delta_recurrence, "delta", True),
     "fla-delta-chunks": (_delta_chunks, "delta", False),

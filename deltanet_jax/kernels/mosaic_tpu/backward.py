@@ -42,7 +42,7 @@ class Gradients(NamedTuple, Generic[A]):
 
 
 class _Rule(NamedTuple):
-    """What the delta rule computes in a chunk, again from the state and the inverse."""
+    """Values of the delta rule in a chunk, recomputed from the state and the inverse."""
 
     beta: jax.Array  # [G, C, 1]
     T: jax.Array
@@ -125,12 +125,12 @@ def _rule_gradients(
     out: Gradients[jax.Array],
     plan: Plan,
 ) -> _RuleGradients:
-    """Through `U = T (beta (v - (k * exp(b)) S))`: writes dv, adds to the state's gradient."""
+    """Differentiate `U = T (beta (v - (k * exp(b)) S))`: write dv, add to `dS`."""
     p = plan.precision
     dR = tile.accurate(tile.mm_tn, rule.T, dU, p)
     dv = rule.beta * dR
     low = dv.astype(k.dtype)
-    # The two halves of dbeta nearly cancel where keys are alike.
+    # The two terms of dbeta nearly cancel where keys are similar.
     dL = -tile.accurate(tile.mm_nt, dR, rule.U, p)
     out.v[...] = low
     out.state[...] -= tile.write(k, decay.from_start, dv, p)

@@ -1,8 +1,8 @@
-"""The arrays that the kernels read and write, in their layout, and the blocks of one program.
+"""The arrays that the kernels read and write, in their layout, and the blocks of a grid cell.
 
 Batch and heads are one axis, `BH` or `BHV`: value head n reads key head n // (HV // H) there
-too. A program's index is (cell of heads, chunk); the chunks of one cell run in order. What a
-program reads or writes of an array is one piece of memory.
+too. The grid index is (cell of heads, chunk); the chunks of one cell run in order. A grid cell
+reads and writes one contiguous piece of each array.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ A = TypeVar("A")
 class Inputs(NamedTuple, Generic[A]):
     """One problem, padded to whole chunks; `None` where it has no such part.
 
-    Cells of key heads are as large as a program needs: of one head where several cells read it.
+    Cells of key heads are as large as a grid cell needs: one head where several cells read it.
     """
 
     q: A  # [key cells, N, heads, C, K]
@@ -37,7 +37,7 @@ class Inputs(NamedTuple, Generic[A]):
 
 
 class Saved(NamedTuple, Generic[A]):
-    """What the forward kernel keeps for the backward kernel."""
+    """Residuals of the forward kernel for the backward kernel."""
 
     states: A  # [cells, N, G, K, V], at the start of each chunk, dtype of q
     inverse: A | None  # [cells, N, G, C, C], (I + L)^-1, float32
@@ -76,7 +76,7 @@ class Specs:
 
 
 def split(x: jax.Array, heads: int, chunk: int) -> jax.Array:
-    """`[BH, T, ...]` to `[cells, N, heads, C, ...]`: a program's tokens as one piece."""
+    """`[BH, T, ...]` to `[cells, N, heads, C, ...]`: the tokens of a grid cell as one piece."""
     BH, T, *rest = x.shape
     return jnp.swapaxes(x.reshape(BH // heads, heads, T // chunk, chunk, *rest), 1, 2)
 

@@ -81,7 +81,7 @@ class Decay(Protocol):
 
 
 class RowDecay(NamedTuple):
-    """No gate, or one per head: a number for each pair of tokens."""
+    """No gate or a scalar gate: one decay for each pair of tokens."""
 
     pairs: jax.Array  # exp(b_i - b_j) for j <= i, else 0: [G, C, C], or [1, C, C] without a gate
     earlier: jax.Array  # the same for j < i
@@ -152,7 +152,7 @@ def _row_decay(gate: tuple[jax.Array, ...], C: int) -> RowDecay:
 
 
 class ChannelDecay(NamedTuple):
-    """A gate per key channel.
+    """A vector gate: one decay per key channel.
 
     Tokens j < i differ first in one binary digit of their numbers, of value `size`; token i then
     is in a block of `size` tokens with an odd number and j in the even one before it. Between
@@ -217,7 +217,7 @@ class ChannelDecay(NamedTuple):
 
 
 def _rows_with_pairs(size: int) -> tuple[Rows, Rows]:
-    """What takes the rows of odd blocks, and what puts them back; all rows of small blocks."""
+    """Return functions that take the rows of odd blocks, and put them back; all of small blocks."""
     if size < tile.ROWS:
         return (lambda x: x), (lambda x: x)
     return (lambda x: tile.odd_blocks(x, size)), (lambda x: tile.spread(x, size))

@@ -1,4 +1,4 @@
-"""Sums of a gate per channel over blocks of 1, 2, 4, ... tokens, and their transpose.
+"""Sums of a vector gate over blocks of 1, 2, 4, ... tokens, and their transpose.
 
 Blocks of one size are numbered from 0; an odd one and the even one before it make a block of
 twice the size. All arrays are `[G, C, K]`, `C` a power of two. Sums only add, so that no digit
@@ -16,7 +16,7 @@ __all__ = ["Sums", "pairs", "sums", "transposed_end", "transposed_step"]
 
 
 class Sums(NamedTuple):
-    """For each token, over its block of one size; or the gradients of these sums."""
+    """Sums for each token over its block of one size; or the gradients of these sums."""
 
     through: jax.Array  # from the block's first token through this one
     after: jax.Array  # from the next token through the block's last
@@ -29,7 +29,7 @@ class Sums(NamedTuple):
 
 
 def pairs(rows: jax.Array, cols: jax.Array, size: int) -> jax.Array:
-    """Where the row's token is in an odd block of `size` and the column's in the one before."""
+    """Mask: the row's token is in an odd block of `size` and the column's in the one before."""
     return (((rows ^ cols) & -size) == size) & (rows > cols)
 
 
@@ -64,7 +64,7 @@ def transposed_end(through: jax.Array, after: jax.Array, total: jax.Array) -> Su
 
 
 def transposed_step(d: Sums, size: int, d_exponents: jax.Array) -> Sums:
-    """From the gradients of the sums over blocks of `2 size` to those over blocks of `size`."""
+    """Map gradients of the sums over blocks of `2 size` to those over blocks of `size`."""
     odd = _odd(d.block.shape, size)
     other = jnp.where(odd, d.through, d.after) + d.block
     return Sums(
@@ -79,7 +79,7 @@ def _odd(shape: tuple[int, ...], size: int) -> jax.Array:
 
 
 def _exchanged(x: jax.Array, size: int) -> jax.Array:
-    """Every odd block of `size` rows in the place of the even one before it, and back."""
+    """Exchange every odd block of `size` rows with the even one before it."""
     G, C, K = x.shape
     if size >= tile.ROWS:
         x = x.reshape(G, C // (2 * size), 2, size, K)

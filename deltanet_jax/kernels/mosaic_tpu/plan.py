@@ -1,4 +1,4 @@
-"""What the TPU kernels cover, and how a problem is cut into programs."""
+"""Support of the TPU kernels, and how a problem is cut into grid cells."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ CHUNK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_CHUNK = 128
 # Under the 64 MiB of the smallest core's VMEM, with room for what XLA keeps there.
 VMEM_LIMIT = 40 * 2**20
-# Heads of 128 x 128 in one program. Their serial chains hide each other's latency; more of them
+# Heads of 128 x 128 in one grid cell. Their serial chains hide each other's latency; more of them
 # cost VMEM and compile time, in float32 six products for one, and a gate per channel has more to
 # hide it with.
 MAX_HEADS = {"bfloat16": 8, "float32": 2}
@@ -22,7 +22,7 @@ MAX_HEADS_VECTOR_GATE = 4
 
 
 class Plan(NamedTuple):
-    """The static choices of one call; a program is a cell of heads, chunk after chunk."""
+    """The static choices of one call; a grid cell has some heads and walks their chunks."""
 
     chunk: int  # tokens per chunk, C
     heads: int  # value heads per cell, G; batch and heads are one axis
@@ -55,7 +55,7 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
 
 
 def make_plan(problem: Problem, chunk_size: int | None, interpret: object) -> Plan:
-    """Choose the chunk size and the heads of a program."""
+    """Choose the chunk size and the heads of a grid cell."""
     B, T, H, K = problem.q.shape
     HV, V = problem.v.shape[2:]
     group = HV // H

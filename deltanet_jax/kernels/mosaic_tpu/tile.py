@@ -81,7 +81,7 @@ def per_key_head(x: jax.Array, heads: int) -> jax.Array:
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sums along the last axis, kept."""
+    """Sum along the last axis, which stays with length 1."""
     return jnp.sum(x, axis=-1, keepdims=True)
 
 
@@ -204,7 +204,7 @@ def write(x: jax.Array, factor: jax.Array | None, y: jax.Array, precision: Preci
 
 
 def _left_accurate(product: Product, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
-    """`product(x, y)` of a float32 `x`, its two 16-bit halves where `y` has 16 bits."""
+    """`product(x, y)` of a float32 `x`, as a split bfloat16 pair where `y` has 16 bits."""
     if precision is not None:
         return product(x, y, precision)
     high, low = _halves(x)
