@@ -4,11 +4,11 @@
     python benchmarks/cpu.py --implementations chunkwise,recurrent --rounds 5
 
 The baseline is optional (`pip install --no-deps jax-linear-attention==0.1.0` with its needs, on
-Python 3.12 or newer); without it our rows stand alone. Programs are compiled before any is timed
-and then called in turn, A B A B, after a pause in which the system takes back what the call before
-has freed; the table gives the median and the range of wall time, the temporary memory by XLA's
-account, and the ratio to the baseline's median in the same run. Set `OPENBLAS_NUM_THREADS=1` to give
-the baseline its best case: its triangular solves are batched.
+Python 3.12 or newer); without it our rows stand alone. All programs are compiled first. Then they
+are called in turn, A B A B, after a pause in which the system takes back freed memory. The table
+has the median and the range of wall time, the temporary memory by XLA's account, and the ratio to
+the baseline's median in the same run. `OPENBLAS_NUM_THREADS=1` gives the baseline its best case:
+its triangular solves are batched.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from deltanet_jax import delta_rule, l2_norm
 
