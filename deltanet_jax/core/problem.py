@@ -99,7 +99,7 @@ class Problem:
 
     def with_tokens(self, **arrays: jax.Array | None) -> "Problem":
         """Return the problem with other per-token arrays under these names."""
-        return replace(self, tokens=self.tokens._replace(**arrays))
+        return replace(self, tokens=self.tokens._replace(**arrays))  # type: ignore[arg-type]
 
     def map_tokens(self, function: Callable[[jax.Array], Any]) -> "Problem":
         """Return the problem with `function` applied to every array of `tokens`."""
