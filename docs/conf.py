@@ -64,6 +64,13 @@ def _plain(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty or isinstance(parameter.default, PLAIN)
 
 
+def _skip(
+    app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object
+) -> bool | None:
+    """Skip the fields of named tuples, which have no text of their own."""
+    return True if (getattr(thing, "__doc__", None) or "").startswith("Alias for field") else None
+
+
 TAG = re.compile(r"\\tag\{(\w+)\}")
 
 
@@ -83,4 +90,5 @@ def _math_block(translator: HTML5Translator, node: nodes.math_block) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-skip-member", _skip)
     app.add_html_math_renderer("mathml", (_inline_math, None), (_math_block, None))
