@@ -136,10 +136,10 @@ def train(
     """Train a case over all seeds and rates, or find it in the record.
 
     Args:
-        options: Of the sweep.
-        record: Where rows go, and the state after every block.
-        bar: Gets a task.
-        case: What to train.
+        options: Options of the sweep.
+        record: Record of rows, and of the state after every block.
+        bar: Progress bar, which gets a task.
+        case: The case to train.
         compiled: Waits for the program of this case; by default it is compiled here.
 
     Raises:

@@ -107,7 +107,7 @@ def run(options: TrainSharded, *, stop: int | None = None) -> dict[int, float]:
     """Train; the loss of every step of this run, also written as it comes.
 
     Args:
-        options: What to train; `steps` also sets the schedule of the learning rate.
+        options: Options of the run; `steps` also sets the schedule of the learning rate.
         stop: Do not begin this step, nor any later one.
     """
     if options.coordinator is not None:

@@ -48,10 +48,10 @@ def load_fla(
     and the uploads of 2024 whose `mlp.gate_proj` holds the gate above the up projection.
 
     Args:
-        directory: Where they are.
-        implementation: Of every mixer; see `linear_attention`.
-        dtype: Of computation; by default that of the parameters.
-        param_dtype: Of parameters; by default the narrowest that holds the tensors exactly.
+        directory: Directory of the checkpoint.
+        implementation: Implementation of every mixer; see `linear_attention`.
+        dtype: Dtype of computation; by default that of the parameters.
+        param_dtype: Dtype of parameters; by default the narrowest that is exact.
             `A_log` and `dt_bias` are float32 in any case.
         ignore: Shell patterns of config keys and tensor names to read as if they were absent.
 
@@ -142,7 +142,7 @@ def save_fla(
     Args:
         model: The model.
         directory: A new directory.
-        dtype: Of every tensor; by default each in its own, `A_log` and `dt_bias` in float32.
+        dtype: Dtype of every tensor; by default its own, float32 for `A_log` and `dt_bias`.
         max_shard_bytes: Largest file, unless one tensor is larger.
         extra: Further keys of config.json, such as `eos_token_id`; none of the model's own.
 

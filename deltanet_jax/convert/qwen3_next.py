@@ -111,11 +111,11 @@ def load_qwen3_next(
     Other tensors of the checkpoint are not read.
 
     Args:
-        directory: Where config.json and the safetensors are.
-        layers: Which layers; by default all that have such a mixer.
-        implementation: Of every mixer; see `linear_attention`.
-        dtype: Of computation; by default what input and parameters promote to.
-        param_dtype: Of parameters; by default the narrowest that holds the tensors exactly.
+        directory: Directory of config.json and the safetensors.
+        layers: Layer numbers; by default all that have such a mixer.
+        implementation: Implementation of every mixer; see `linear_attention`.
+        dtype: Dtype of computation; by default what input and parameters promote to.
+        param_dtype: Dtype of parameters; by default the narrowest that is exact.
             `A_log` and `dt_bias` are float32 in any case.
 
     Raises:
@@ -234,7 +234,7 @@ def save_qwen3_next(
     Args:
         mixers: By number of their layer; all of the same options.
         directory: A new directory; it appears under its name only when it is complete.
-        dtype: Of every tensor; by default each in its own, `A_log` and `dt_bias` in float32.
+        dtype: Dtype of every tensor; by default its own, float32 for `A_log` and `dt_bias`.
 
     Raises:
         FileExistsError: If there is something of that name.

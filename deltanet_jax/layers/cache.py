@@ -16,11 +16,11 @@ class DeltaNetCache(NamedTuple):
     """State and last inputs of a layer; a pytree of constant size.
 
     Attributes:
-        state: Of every value head, `[B, HV, K, V]`, float32.
+        state: The state of every value head, `[B, HV, K, V]`, float32.
         q_inputs: The last inputs of the queries' convolution, `[B, conv_size - 1, H K]`; `None`
             without convolutions.
-        k_inputs: Those of the keys'.
-        v_inputs: Those of the values', `[B, conv_size - 1, HV V]`.
+        k_inputs: The same for the keys.
+        v_inputs: The same for the values, `[B, conv_size - 1, HV V]`.
     """
 
     state: Float[Array, "B HV K V"]  # float32
@@ -33,8 +33,8 @@ def reset_slots(cache: Tree, slots: Bool[Array, " B"]) -> Tree:
     """The cache before the first token in these slots, whatever they hold, NaN included.
 
     Args:
-        cache: Of a layer, or of a model: any pytree of arrays `[B, ...]`, a slot per row.
-        slots: Which ones.
+        cache: Cache of a layer or of a model: any pytree of arrays `[B, ...]`, a slot per row.
+        slots: True for the slots to reset.
 
     Raises:
         ValueError: If `slots` is not a boolean array of one entry per slot.

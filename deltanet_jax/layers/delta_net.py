@@ -96,17 +96,17 @@ class DeltaNet(nnx.Module):
             qk_norm: `"l2"`, `"sum"` or `"none"`.
             use_output_gate: Multiply the normalised output by `silu(x W_g)`.
             output_gate_activation: `"silu"`, or `"sigmoid"` in its place.
-            norm_eps: Of the output norm.
+            norm_eps: Epsilon of the output norm.
             chunk_size: Tokens per chunk; each implementation has its default.
             implementation: Overrides the class attribute; see `linear_attention`.
             context_axis: Mesh axis that the time axis is sharded over: of the mesh set by
                 `jax.set_mesh`, or of a surrounding `shard_map`. Devices then exchange maps of
                 the state and the convolutions' last inputs, never activations. Every mesh axis
                 must divide what it shards, and there is no `mask`.
-            dtype: Of computation; by default what input and parameters promote to. States,
+            dtype: Dtype of computation; by default what input and parameters promote to. States,
                 norms and gates are float32 in any case.
-            param_dtype: Of parameters, but `A_log` and `dt_bias`, which are float32.
-            precision: Of matrix products.
+            param_dtype: Dtype of parameters, except `A_log` and `dt_bias`, which are float32.
+            precision: Precision of matrix products.
             kernel_init: Initialiser of the projections.
             rngs: Source of randomness, stream `params`.
 

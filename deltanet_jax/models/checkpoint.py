@@ -39,8 +39,8 @@ class Checkpoints:
         """Open a directory, made if it is missing.
 
         Args:
-            directory: Where the checkpoints are.
-            keep: How many of the newest to keep.
+            directory: Directory of the checkpoints.
+            keep: Number of the newest checkpoints to keep.
         """
         if keep < 1:
             raise ValueError(f"`keep` must be at least 1; got {keep}")
@@ -92,7 +92,7 @@ class Checkpoints:
                 implementation may differ.
             optimizer: An optimiser of the same kind; `None` restores the model alone, whether
                 or not the checkpoint has an optimiser.
-            step: Which checkpoint; the newest by default.
+            step: Step of the checkpoint; the newest by default.
 
         Raises:
             FileNotFoundError: If there is no such checkpoint.

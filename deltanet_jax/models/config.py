@@ -25,12 +25,12 @@ class DeltaNetConfig(LayerOptions):
     Attributes:
         vocab_size: Size of the vocabulary.
         num_layers: Blocks of a mixer and an MLP.
-        norm_eps: Of all norms.
+        norm_eps: Epsilon of all norms.
         mlp_size: Hidden width of the SwiGLU; by default 8/3 of `hidden_size`, rounded up to a
             multiple of 64.
         tie_embeddings: Whether the head is the embedding, transposed.
-        dtype: That it computes in; by default `param_dtype`.
-        param_dtype: Of the parameters.
+        dtype: Dtype of computation; by default `param_dtype`.
+        param_dtype: Dtype of the parameters.
 
     Raises:
         ValueError: If a field has a value it cannot have; the message names it.

@@ -109,7 +109,7 @@ class DeltaNetLM(nnx.Module):
 
         Args:
             config: The shape of the model.
-            implementation: Of every mixer; see `linear_attention`.
+            implementation: Implementation of every mixer; see `linear_attention`.
             context_axis: Mesh axis that the time axis is sharded over; see `DeltaNet`.
             rngs: Source of randomness, stream `params`.
         """

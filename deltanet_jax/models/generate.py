@@ -38,7 +38,7 @@ def generate(
     Args:
         model: The model.
         prompt: Tokens, `[B, T]`, `T >= 1`.
-        num_tokens: How many to sample.
+        num_tokens: Number of tokens to sample.
         key: Source of randomness.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Sample among this many most likely tokens; among all by default.

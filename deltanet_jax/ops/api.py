@@ -85,7 +85,7 @@ def linear_attention(
             `"chunkwise_solve"`, `"pallas"`, a callable `(problem, chunk_size) -> (o, state)`,
             or a sequence of these in order of preference. `None` takes the best that works
             for this call on this platform. One explicit name never falls back.
-        precision: Of matrix products of 32-bit operands: HIGHEST by default for 32-bit
+        precision: Precision of products of 32-bit operands: HIGHEST by default for 32-bit
             inputs, the platform's own for 16-bit inputs.
 
     Returns:

@@ -47,11 +47,11 @@ def linear_attention(
         g: Log-decay.
         beta: Write strength.
         scale: Factor on `q`.
-        initial_state: Of the whole sequence, the same on every device of the axis.
+        initial_state: Initial state of the whole sequence, the same on every device of the axis.
         segment_ids: The state restarts where the id changes, at the border of shards too.
-        chunk_size: Of the local run.
-        implementation: Of the local run.
-        precision: Of matrix products; the composition of maps is always in full precision.
+        chunk_size: Chunk size of the local run.
+        implementation: Implementation of the local run.
+        precision: Precision of matrix products; maps are always composed in full precision.
 
     Returns:
         This device's outputs, and the final state of the whole sequence on every device.

@@ -42,7 +42,7 @@ def draw_needles(
         vocab_size: Size of the vocabulary; token 0 is the mark.
         length: Tokens of a haystack with needle and question, at least `SHORTEST`; may be
             traced.
-        depth: Where the needle begins, a fraction of the places that there are, `[B]` or for
+        depth: Position of the needle as a fraction of the possible ones, `[B]` or for
             all; may be traced.
         repeated: Whether the haystack is a pattern that repeats; may be traced.
         marked: Whether a mark stands before the needle and before the question; may be traced.

@@ -71,12 +71,12 @@ class Decay(Protocol):
         """Gradients of q and k through the scores, and of what the gate's input holds.
 
         Args:
-            scores: What `scores` returned.
+            scores: The result of `scores`.
             gradient: Its gradient; entries that the scores have not are ignored.
             q: Queries of the value heads, `[G, C, K]`.
             k: Keys of the value heads, `[G, C, K]`.
-            carried: What the other factors pass on.
-            precision: Of the call's products.
+            carried: Products that the other factors pass on.
+            precision: Precision of the call's products.
         """
 
 

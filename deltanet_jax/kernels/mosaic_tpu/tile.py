@@ -102,7 +102,7 @@ def unit_lower_inverse(L: jax.Array, precision: Precision) -> jax.Array:
 
     Args:
         L: The matrix.
-        precision: Of the call's other products.
+        precision: Precision of the call's other products.
     """
     C = L.shape[-1]
     rows, cols = positions(C)
