@@ -1,4 +1,4 @@
-"""The one list of cases: variants x implementations x shapes, and the families of inputs.
+"""List of all cases: variants x implementations x shapes, and the families of inputs.
 
 Inputs are dictionaries of NumPy float32 arrays whose keys are arguments of
 `linear_attention`, so that an oracle in float64 sees exactly the same numbers.

@@ -36,7 +36,7 @@ def test_the_table_of_versions_names_every_extra():
     assert re.findall(r"`([\w-]+)`", line[1]) == list(PROJECT["optional-dependencies"])
 
 
-RUN = ["README.md", "docs/index.md", "docs/quickstart.md", "docs/packing.md"]
+RUN = ["README.md", "docs/index.md", "docs/quickstart.md", "docs/packing.md", "docs/adding.md"]
 
 
 @pytest.mark.parametrize("page", RUN)
