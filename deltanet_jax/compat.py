@@ -16,6 +16,7 @@ __all__ = [
     "type_like",
     "vary_like",
     "varying_axes",
+    "zeros_like",
 ]
 
 
@@ -55,6 +56,15 @@ def shard_like(x: jax.Array, like: jax.Array, axes: tuple[int | None, ...]) -> j
     if spec is None:
         return x
     return _reshard(x, [None if axis is None else spec[axis] for axis in axes])
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Return zeros of the shape and sharding of `x`, on the axes of `vmap` as well.
+
+    A plain constant has no axis of `vmap`; where that axis is sharded explicitly, what joins the
+    two arrays fails. The compiler makes a constant of this one.
+    """
+    return jnp.where(False, x, jnp.zeros((), x.dtype))
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:

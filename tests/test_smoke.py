@@ -98,3 +98,28 @@ def test_decoding_token_by_token_continues_a_prefill():
         o, state = decode(**token, state=state)
         assert_close(f"o at {t}", o, whole[:, t], TOLERANCES["float32"].forward)
     assert_close("final_state", state, last, TOLERANCES["float32"].forward)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("outside", [False, True], ids=["vmap-of-grad", "grad-of-vmap"])
+def test_gradients_of_examples_under_two_vmaps(form, outside):
+    """Arrays of rank 7 and more, on which the CPU compiler of jaxlib 0.10.2 is fragile."""
+    inputs = draw("kda")
+    loss = loss_under_vmap(form)
+
+    def summed(x):
+        return jnp.sum(jax.vmap(jax.vmap(loss))(x))
+
+    gradient = jax.grad(summed) if outside else jax.vmap(jax.vmap(jax.grad(loss)))
+    stacked = {name: jnp.stack([jnp.stack([x])] * 2) for name, x in inputs.items()}
+    got, want = jax.jit(gradient)(stacked), jax.grad(loss_under_vmap("recurrent"))(inputs)
+    for name, x in want.items():
+        assert_close(f"d{name}", got[name][1, 0], x, TOLERANCES["float32"].gradient)
+
+
+def loss_under_vmap(form):
+    def loss(x):
+        o, state = deltanet_jax.linear_attention(**x, implementation=form, chunk_size=CHUNK)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(state)
+
+    return loss

@@ -6,7 +6,6 @@ product of `g` with a constant 0/1 matrix, never as a difference of two cumulati
 one huge gate (a reset) such a difference has no digits left. All exponents are <= 0.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -109,7 +108,7 @@ def _vector_scores(
     blocks = (*batch, C // size, size, K)
     x, y = x.astype(g.dtype), y.astype(g.dtype)
     xb, gb = x.reshape(blocks), g.reshape(blocks)
-    inside = _pair_scores(*(_merge_blocks(z, size) for z in (x, y, g)))
+    inside = _pair_scores(xb, y.reshape(blocks), gb)
 
     row_start, row_block = np.arange(0, C, size)[:, None], np.arange(C) // size
     column, token = np.arange(C)[None, :, None], np.arange(C)[None, None, :]
@@ -127,19 +126,19 @@ def _vector_scores(
     return jnp.where(same, spread, between.reshape(*batch, C, C))
 
 
-def _merge_blocks(x: Float[Array, "*B C K"], size: int) -> Float[Array, "*M size K"]:
-    """Sub-blocks on the axis before the last two, merged into the last batch axis.
-
-    An axis of their own would do, but a sum over arrays of rank 7, which a batch axis more makes
-    of it, crashes the CPU compiler of jaxlib 0.10.2.
-    """
-    *batch, C, K = x.shape
-    return x.reshape(*batch[:-1], math.prod(batch[-1:]) * (C // size), size, K)
-
-
 def _pair_scores(
     x: Float[Array, "*M size K"], y: Float[Array, "*M size K"], g: Float[Array, "*M size K"]
 ) -> Float[Array, "*M size size"]:
-    """`P(x, y)` inside sub-blocks, the decay formed for each pair of rows."""
-    pairs = jax.vmap(_pairwise_sums, in_axes=-1, out_axes=-1)(g)
-    return jnp.sum(x[..., :, None, :] * y[..., None, :, :] * jnp.exp(pairs), axis=-1)
+    """Compute `P(x, y)` inside sub-blocks, the decay formed for each pair of rows.
+
+    Rows are spread over pairs, and pairs summed, by products with ones. Broadcasts and sums over
+    arrays of rank 7 or more, which `vmap` makes of any rank, crash the CPU compiler of jaxlib
+    0.10.2.
+    """
+    size, K = x.shape[-2:]
+    rows, channels = jnp.ones(size, g.dtype), jnp.ones(K, g.dtype)
+    spread = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    pairs = jnp.exp(_pairwise_sums(jnp.swapaxes(g, -1, -2)))  # [..., K, i, j]
+    decayed = jnp.moveaxis(pairs, -3, -1) * spread("...ik,j->...ijk", x, rows)
+    products = decayed * spread("...jk,i->...ijk", y, rows)
+    return spread("...ijk,k->...ij", products, channels)

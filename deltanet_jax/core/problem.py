@@ -16,7 +16,15 @@ from jaxtyping import Array, Bool, Float
 from deltanet_jax import compat
 from deltanet_jax.core.numerics import accumulation_dtype
 
-__all__ = ["GateKind", "Problem", "Tokens", "decay_with_resets", "start_state", "tokens_of"]
+__all__ = [
+    "GateKind",
+    "Problem",
+    "Tokens",
+    "decay_with_resets",
+    "start_state",
+    "tokens_of",
+    "zero_state",
+]
 
 # A gate this low is an exact reset: its exponential is 0 in float32 and in float64, and sums
 # that contain it stay finite, which keeps -inf from turning into NaN in differences.
@@ -106,14 +114,18 @@ class Problem:
         return replace(self, tokens=jax.tree.map(function, self.tokens))
 
     def with_repeated_keys(self) -> "Problem":
-        """Return the same problem with one key head per value head."""
+        """Return the same problem with one key head per value head; float16 keys in float32."""
         heads = self.v.shape[2]
         if heads == self.q.shape[2]:
             return self
 
         def repeated(x: jax.Array) -> jax.Array:
             group = heads // x.shape[2]
-            return x if group == 1 else compat.repeat(x, group, axis=2)
+            if group == 1:
+                return x
+            # The gradients of a key head from several value heads can overflow before their sum.
+            wide = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+            return compat.repeat(wide, group, axis=2)
 
         return self.map_tokens(repeated)
 
@@ -141,12 +153,18 @@ def tokens_of(problem: Problem) -> Tokens:
     return problem.tokens._replace(g=column(decay_with_resets(problem)), beta=column(problem.beta))
 
 
+def zero_state(problem: Problem) -> Float[Array, "B HV K V"]:
+    """Return a state of zeros, on the axes of `vmap` that the values are on."""
+    acc = accumulation_dtype(problem.q, problem.k, problem.v)
+    nothing = jnp.sum(problem.v[:, :0].astype(acc), axis=1)  # over no token
+    B, HV, V = nothing.shape
+    return jnp.broadcast_to(nothing[:, :, None], (B, HV, problem.k.shape[-1], V))
+
+
 def start_state(problem: Problem) -> Float[Array, "B HV K V"]:
     """Return the initial state, ready to be the carry of a scan over the problem's tokens."""
     state = problem.initial_state
     if state is None:
-        B, _, HV, V = problem.v.shape
-        acc = accumulation_dtype(problem.q, problem.k, problem.v)
-        state = jnp.zeros((B, HV, problem.k.shape[-1], V), acc)
+        state = zero_state(problem)
     state = compat.shard_like(state, problem.v, (0, 2, None, None))
     return compat.vary_like(state, *jax.tree.leaves(problem.tokens))

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from deltanet_jax import compat
+
 __all__ = [
     "diagonal_inverses",
     "substitute",
@@ -82,7 +84,7 @@ def _merge_inverse(strict: Float[Array, "*B N b b"]) -> Float[Array, "*B N b b"]
     inverse = _merge_inverse(jnp.concatenate(halves, axis=-3))
     first, second = inverse[..., :N, :, :], inverse[..., N:, :, :]
     below = -_matmul(second, _matmul(strict[..., half:, :half], first))
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    top = jnp.concatenate([first, compat.zeros_like(first)], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
@@ -90,8 +92,7 @@ def _substitute_rows(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:
     """`(I + L)^-1`, one row after another: `x_i = e_i - sum_{j<i} L_ij x_j`."""
     size = strict.shape[-1]
     identity = np.eye(size, dtype=strict.dtype)
-    # Zeros like a row of L, and not a plain constant: under explicit sharding rows must agree.
-    rows = [jnp.zeros_like(strict[..., 0, :]) + identity[0]]
+    rows = [compat.zeros_like(strict[..., 0, :]) + identity[0]]
     for i in range(1, size):
         known = jnp.stack(rows, axis=-2)
         rows.append(identity[i] - jnp.sum(strict[..., i, :i, None] * known, axis=-2))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from deltanet_jax.core import checks
 from deltanet_jax.layers.cache import DeltaNetCache
-from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["check_batch_size", "check_cache", "check_dtype", "check_input", "check_per_token"]
 
@@ -23,7 +23,7 @@ def check_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
 
 
 def check_batch_size(batch_size: object) -> int:
-    return check_positive("batch_size", batch_size)
+    return checks.whole("batch_size", batch_size, least=1)
 
 
 def check_input(x: object, hidden_size: int) -> jax.Array:

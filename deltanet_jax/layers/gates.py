@@ -21,6 +21,7 @@ __all__ = [
 
 MIN_RATE, MAX_RATE = 1e-3, 16.0
 MIN_STEP, MAX_STEP = 1e-3, 0.1
+LARGEST_LOG_RATE = 88.0  # whose exponential is in float32
 
 
 def write_strength(
@@ -86,7 +87,8 @@ def log_decay(
     dt_bias: Float[Array, "*HV_K"],
 ) -> Float[Array, "B T *HV_K"]:
     """`g = -exp(A_log) * softplus(x + dt_bias)`, never positive."""
-    rate = jnp.exp(A_log.astype(jnp.float32))
+    # The largest rate is finite: times a softplus of 0 an infinite one would be NaN.
+    rate = jnp.exp(jnp.minimum(A_log.astype(jnp.float32), LARGEST_LOG_RATE))
     if dt_bias.ndim == 2:
         rate = rate[:, None]
     x = x.astype(accumulation_dtype(x))

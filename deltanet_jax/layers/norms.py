@@ -6,33 +6,21 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from deltanet_jax.core.norms import l2_norm, safe_factor
 from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.parameters import parameter
 
 __all__ = ["NORMS", "RMSNorm", "l2_norm", "no_norm", "sum_norm"]
 
-L2_EPS = 1e-6
 SUM_EPS = 1e-4  # 1/SUM_EPS is the gradient of a zero row, and float16 ends at 65504
-
-
-def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """Scale rows to unit length; a zero row stays zero, with a finite gradient.
-
-    Computed and returned in float32 (float64 for float64 inputs).
-
-    Example:
-        >>> l2_norm(jnp.asarray([[3.0, 4.0], [0.0, 0.0]])).round(3)
-        Array([[0.6, 0.8],
-               [0. , 0. ]], dtype=float32)
-    """
-    x = x.astype(accumulation_dtype(x))
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
 
 
 def sum_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """`x / sum(|x|)`: for a positive feature map the sum normalisation of Schlag et al., 2021."""
     x = x.astype(accumulation_dtype(x))
-    return x / jnp.maximum(jnp.sum(jnp.abs(x), axis=-1, keepdims=True), SUM_EPS)
+    factor = safe_factor(x)
+    x = x * factor
+    return x / jnp.maximum(jnp.sum(jnp.abs(x), axis=-1, keepdims=True), SUM_EPS * factor)
 
 
 def no_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
@@ -68,5 +56,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
         dtype = self.dtype or x.dtype
         x = x.astype(accumulation_dtype(x))
+        factor = safe_factor(x)
+        x = x * factor
         variance = jnp.mean(x * x, axis=-1, keepdims=True)
-        return (x * jax.lax.rsqrt(variance + self.eps) * self.scale[...]).astype(dtype)
+        normed = x * jax.lax.rsqrt(variance + self.eps * factor * factor)
+        return (normed * self.scale[...]).astype(dtype)

@@ -1,35 +1,20 @@
 """The options of a layer, checked once; every message names the argument."""
 
-import math
 from dataclasses import dataclass
 
 import jax
 
+from deltanet_jax.core import checks
 from deltanet_jax.layers.features import FEATURE_MAPS, feature_dim
 from deltanet_jax.layers.norms import NORMS
 from deltanet_jax.ops.api import Choice
-from deltanet_jax.ops.canonical import canonical_chunk_size, check_positive
+from deltanet_jax.ops.canonical import canonical_chunk_size
 from deltanet_jax.ops.dispatch import check_name
 
 __all__ = ["GATES", "OUTPUT_GATES", "LayerOptions", "check_implementation"]
 
 GATES = ("none", "scalar", "vector")
 OUTPUT_GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
-
-def check_positive_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"`{name}` must be a positive number; got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {value!r}")
-
-
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False; got {value!r}")
 
 
 def check_implementation(implementation: Choice) -> Choice:
@@ -68,19 +53,19 @@ class LayerOptions:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "dpfp_nu"):
-            check_positive(name, getattr(self, name))
+            checks.whole(name, getattr(self, name), least=1)
         for name in ("head_dim", "num_v_heads", "conv_size"):
             if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
+                checks.whole(name, getattr(self, name), least=1)
         for name in ("use_beta", "allow_neg_eigval", "use_output_gate"):
-            check_flag(name, getattr(self, name))
-        check_choice("gate", self.gate, GATES)
-        check_choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
-        check_choice("qk_norm", self.qk_norm, tuple(NORMS))
-        check_choice("output_gate_activation", self.output_gate_activation, tuple(OUTPUT_GATES))
+            checks.flag(name, getattr(self, name))
+        checks.choice("gate", self.gate, GATES)
+        checks.choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
+        checks.choice("qk_norm", self.qk_norm, tuple(NORMS))
+        checks.choice("output_gate_activation", self.output_gate_activation, tuple(OUTPUT_GATES))
         canonical_chunk_size(self.chunk_size)
         for name in ("expand_v", "norm_eps"):
-            check_positive_number(name, getattr(self, name))
+            checks.number(name, getattr(self, name), above=0)
         self._check_heads()
 
     def _check_heads(self) -> None:

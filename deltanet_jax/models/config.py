@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from deltanet_jax.core import checks
 from deltanet_jax.layers.checks import check_dtype
-from deltanet_jax.layers.options import LayerOptions, check_flag
-from deltanet_jax.ops.canonical import check_positive
+from deltanet_jax.layers.options import LayerOptions
 
 __all__ = ["DeltaNetConfig"]
 
@@ -52,10 +52,10 @@ class DeltaNetConfig(LayerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("vocab_size", "num_layers"):
-            check_positive(name, getattr(self, name))
+            checks.whole(name, getattr(self, name), least=1)
         if self.mlp_size is not None:
-            check_positive("mlp_size", self.mlp_size)
-        check_flag("tie_embeddings", self.tie_embeddings)
+            checks.whole("mlp_size", self.mlp_size, least=1)
+        checks.flag("tie_embeddings", self.tie_embeddings)
         for name in ("dtype", "param_dtype"):
             if name == "param_dtype" or self.dtype is not None:
                 object.__setattr__(self, name, check_dtype(name, getattr(self, name)).name)

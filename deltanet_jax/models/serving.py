@@ -19,10 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from deltanet_jax.core import checks
 from deltanet_jax.layers.cache import reset_slots
 from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
 from deltanet_jax.models.generate import check_sampling, last_real, sample
-from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["Request", "Server"]
 
@@ -81,8 +81,8 @@ class Server:
             if temperature != 0:
                 raise ValueError("`key` is required unless `temperature` is 0; got None")
             key = jax.random.key(0)
-        self.prefill = check_positive("prefill", prefill)
-        self.slots: list[Request | None] = [None] * check_positive("num_slots", num_slots)
+        self.prefill = checks.whole("prefill", prefill, least=1)
+        self.slots: list[Request | None] = [None] * checks.whole("num_slots", num_slots, least=1)
         self.waiting: deque[Request] = deque()
         self.sampled = 0  # tokens, of all requests
         self._key = key
@@ -107,7 +107,9 @@ class Server:
             raise ValueError(
                 f"`prompt` must hold tokens in [0, {self._vocab}); got {ids.min()} to {ids.max()}"
             )
-        request = Request(ids, check_positive("num_tokens", num_tokens), unread=deque(ids.tolist()))
+        request = Request(
+            ids, checks.whole("num_tokens", num_tokens, least=1), unread=deque(ids.tolist())
+        )
         self.waiting.append(request)
         return request
 

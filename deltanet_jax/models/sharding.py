@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from deltanet_jax.core import checks
 from deltanet_jax.layers.parameters import EMBED, HEADS, MLP, VOCAB
 from deltanet_jax.models.config import DeltaNetConfig
-from deltanet_jax.ops.canonical import check_positive
 
 __all__ = ["AXES", "RULES", "check_mesh", "make_mesh", "make_sharded", "put_batch"]
 
@@ -48,7 +48,7 @@ def make_mesh(
     """
     sizes = {"data": data, "fsdp": fsdp, "heads": heads, "context": context}
     for name, size in sizes.items():
-        check_positive(name, size)
+        checks.whole(name, size, least=1)
     wanted = math.prod(sizes.values())
     if wanted > jax.device_count():
         raise ValueError(f"the mesh {sizes} needs {wanted} devices; there are {jax.device_count()}")

@@ -124,7 +124,10 @@ def linear_attention(
     algorithm = dispatch.choose(implementation, problem, size)
     if cu_seqlens is not None:
         o, states = ragged.run_ragged(
-            problem, jnp.asarray(cu_seqlens), algorithm=algorithm, chunk_size=size
+            problem,
+            canonical.canonical_offsets(cu_seqlens, None),
+            algorithm=algorithm,
+            chunk_size=size,
         )
         return o.astype(jnp.result_type(v)), states
     if problem.q.shape[1] == 0:

@@ -4,22 +4,22 @@ Every message names the argument, what came and what was wanted.
 """
 
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deltanet_jax.core import checks
 from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.core.problem import Problem, Tokens
 
 __all__ = [
     "canonical_chunk_size",
+    "canonical_offsets",
     "canonical_problem",
     "canonical_scale",
     "check_array",
     "check_decay",
-    "check_offsets",
 ]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -58,36 +58,35 @@ def check_decay(name: str, g: jax.Array) -> None:
             raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {float(jnp.max(g))}")
 
 
-def check_positive(name: str, value: object, wanted: str = "a positive integer") -> int:
-    """A positive `int`."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number <= 0 or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be {wanted}; got {value!r}")
-    return number
+def check_strength(name: str, beta: jax.Array) -> None:
+    """Refuse write strengths outside of [0, 2] where the values are known."""
+    if isinstance(beta, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        if beta.size and bool(jnp.any((beta < 0) | (beta > 2))):
+            low, high = float(jnp.min(beta)), float(jnp.max(beta))
+            raise ValueError(f"`{name}` must be in [0, 2]; got values from {low} to {high}")
 
 
 def canonical_chunk_size(chunk_size: object) -> int | None:
-    """A positive `int`, or `None`."""
+    """Return a positive `int`, or `None`."""
     if chunk_size is None:
         return None
-    return check_positive("chunk_size", chunk_size, "a positive integer or None")
+    return checks.whole("chunk_size", chunk_size, least=1)
 
 
 def canonical_scale(scale: object, K: int) -> float:
-    """A Python float; `K**-0.5` by default."""
+    """Return a Python float; `K**-0.5` by default."""
     if scale is None:
         return 1 / math.sqrt(K)
-    try:
-        return float(scale)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(
-        "`scale` must be a number known at trace time (multiply `q` by a traced one); "
-        f"got {type(scale).__name__}"
-    )
+    if isinstance(scale, jax.Array | np.ndarray) and not isinstance(scale, jax.core.Tracer):
+        scale = scale.item() if scale.size == 1 else scale
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(
+            "`scale` must be a number known at trace time (multiply `q` by a traced one); "
+            f"got {type(scale).__name__}"
+        )
+    return checks.number("scale", scale)
 
 
 def _canonical_precision(precision: object, dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -119,41 +118,33 @@ def _canonical_reset(segment_ids: object, B: int, T: int) -> jax.Array | None:
     """True where a token's segment differs from that of the token before it."""
     if segment_ids is None:
         return None
-    if not isinstance(segment_ids, jax.Array | np.ndarray):
-        raise ValueError(
-            f"`segment_ids` must be an integer array [B, T]; got {type(segment_ids).__name__}"
-        )
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"`segment_ids` must have an integer dtype; got {segment_ids.dtype}")
-    _check_shape("segment_ids", segment_ids.shape, "[B, T]", (B, T))
-    ids = jnp.asarray(segment_ids)
+    ids = checks.integers("segment_ids", segment_ids, "[B, T]")
+    _check_shape("segment_ids", ids.shape, "[B, T]", (B, T))
     return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])[:, :T]
 
 
 def _check_cu_seqlens(cu_seqlens: object, segment_ids: object, B: int, T: int) -> int | None:
-    """The number of sequences of a ragged row; values are checked where they are known."""
+    """Return the number of sequences of a ragged row; check values where they are known."""
     if cu_seqlens is None:
         return None
     if segment_ids is not None:
         raise ValueError("`cu_seqlens` and `segment_ids` exclude each other; got both")
-    check_offsets(cu_seqlens, T)
+    offsets = canonical_offsets(cu_seqlens, T)
     if B != 1:
         raise ValueError(f"`cu_seqlens` describes one row; wanted `q` with B = 1, got B = {B}")
-    return len(cu_seqlens) - 1  # type: ignore[arg-type]
+    return offsets.shape[0] - 1
 
 
-def check_offsets(cu_seqlens: object, T: int | None) -> None:
-    """Integers `[N+1]` that rise from 0 to `T`, if it is given."""
-    wanted = "`cu_seqlens` must be an integer array [N+1] with N >= 1"
-    if not isinstance(cu_seqlens, jax.Array | np.ndarray):
-        raise ValueError(f"{wanted}; got {type(cu_seqlens).__name__}")
-    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(f"{wanted}; got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"{wanted}; got shape {cu_seqlens.shape}")
-    if isinstance(cu_seqlens, jax.core.Tracer):
-        return
-    values = np.asarray(cu_seqlens).astype(np.int64)
+def canonical_offsets(cu_seqlens: object, T: int | None) -> jax.Array:
+    """Return integers `[N+1]`, in int32 or wider, that rise from 0 to `T`, if it is given."""
+    offsets = checks.integers("cu_seqlens", cu_seqlens, "[N+1]")
+    if offsets.shape[0] < 2:
+        raise ValueError(
+            f"`cu_seqlens` must be an integer array [N+1] with N >= 1; got shape {offsets.shape}"
+        )
+    if isinstance(offsets, jax.core.Tracer):
+        return offsets
+    values = np.asarray(offsets)
     if values[0] != 0:
         raise ValueError(f"`cu_seqlens` must start with 0; got {values[0]}")
     falls = np.flatnonzero(np.diff(values) < 0)
@@ -164,6 +155,7 @@ def check_offsets(cu_seqlens: object, T: int | None) -> None:
         )
     if T is not None and values[-1] != T:
         raise ValueError(f"`cu_seqlens` must end with T = {T}; got {values[-1]}")
+    return offsets
 
 
 def canonical_problem(
@@ -188,6 +180,8 @@ def canonical_problem(
     """
     q = check_array("q", q, "[B, T, H, K]")
     B, T, H, K = q.shape
+    if K == 0:
+        raise ValueError(f"`q` must have K >= 1 in shape [B, T, H, K]; got {q.shape}")
     k = check_array("k", k, "[B, T, H, K]", (B, T, H, K))
     v = check_array("v", v, "[B, T, HV, V]", (B, T, None, None))
     HV, V = v.shape[2:]
@@ -197,6 +191,7 @@ def canonical_problem(
     acc = accumulation_dtype(q, k, v)
     if beta is not None:
         beta = check_array("beta", beta, "[B, T, HV]", (B, T, HV)).astype(acc)
+        check_strength("beta", beta)
     sequences = _check_cu_seqlens(cu_seqlens, segment_ids, B, T)
     if initial_state is not None:
         axes = "[B, HV, K, V]" if sequences is None else "[N, HV, K, V]"

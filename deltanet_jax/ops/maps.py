@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from deltanet_jax import compat
 from deltanet_jax.core.affine import AffineMap
 from deltanet_jax.core.chunk import WYForm, prepare_wy
-from deltanet_jax.core.numerics import accumulation_dtype
-from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets, tokens_of
+from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets, tokens_of, zero_state
 from deltanet_jax.ops.chunkwise import DEFAULT_CHUNK, SEGMENT_TOKENS
 from deltanet_jax.ops.layout import as_chunks, split_time
 
@@ -48,12 +47,10 @@ def sequence_map(problem: Problem) -> AffineMap:
 
 def _start(problem: Problem) -> jax.Array:
     """`[I | 0]`, or zeros without the delta rule: `[B, HV, K, *]`."""
-    B, _, HV, V = problem.v.shape
-    K = problem.k.shape[-1]
-    acc = accumulation_dtype(problem.q, problem.k, problem.v)
-    start = jnp.zeros((B, HV, K, V), acc)
+    start = zero_state(problem)
     if problem.beta is not None:
-        identity = jnp.broadcast_to(jnp.eye(K, dtype=acc), (B, HV, K, K))
+        K = start.shape[2]
+        identity = jnp.eye(K, dtype=start.dtype) + compat.zeros_like(start[..., :1])
         start = jnp.concatenate([identity, start], axis=-1)
     start = compat.shard_like(start, problem.v, (0, 2, None, None))
     return compat.vary_like(start, problem.reset, *jax.tree.leaves(problem.tokens))

@@ -7,10 +7,10 @@ sequences without tokens; ids cannot.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from deltanet_jax.ops.canonical import check_offsets
+from deltanet_jax.core import checks
+from deltanet_jax.ops.canonical import canonical_offsets
 
 __all__ = [
     "cu_seqlens_to_segment_ids",
@@ -31,7 +31,7 @@ def lengths_to_cu_seqlens(lengths: Int[Array, " N"]) -> Int[Array, " N+1"]:
         >>> lengths_to_cu_seqlens(jnp.asarray([2, 0, 3])).tolist()
         [0, 2, 2, 5]
     """
-    lengths = _check_integers("lengths", lengths, "[N]")
+    lengths = checks.integers("lengths", lengths, "[N]")
     if not isinstance(lengths, jax.core.Tracer) and bool(jnp.any(lengths < 0)):
         raise ValueError(f"`lengths` must be >= 0; got {int(jnp.min(lengths))}")
     return jnp.pad(jnp.cumsum(lengths), (1, 0))
@@ -48,8 +48,8 @@ def cu_seqlens_to_segment_ids(cu_seqlens: Int[Array, " N+1"], total: int) -> Int
         >>> cu_seqlens_to_segment_ids(jnp.asarray([0, 2, 2, 5]), total=5).tolist()
         [[0, 0, 2, 2, 2]]
     """
-    check_offsets(cu_seqlens, total)
-    ends = jnp.asarray(cu_seqlens)[1:]
+    total = checks.whole("total", total, least=0)
+    ends = canonical_offsets(cu_seqlens, total)[1:]
     return jnp.searchsorted(ends, jnp.arange(total), side="right").astype(jnp.int32)[None]
 
 
@@ -71,10 +71,12 @@ def segment_ids_to_cu_seqlens(
         >>> segment_ids_to_cu_seqlens(jnp.asarray([[7, 7, 4, 4, 4]])).tolist()
         [0, 2, 5]
     """
-    ids = _check_integers("segment_ids", segment_ids, "[1, T]")
+    ids = checks.integers("segment_ids", segment_ids, "[1, T]")
     if ids.shape[0] != 1:
         raise ValueError(f"`segment_ids` must have shape [1, T]; got {ids.shape}")
     T = ids.shape[1]
+    if num_sequences is not None:
+        num_sequences = checks.whole("num_sequences", num_sequences, least=1)
     new = ids[0, 1:] != ids[0, :-1]
     if not isinstance(ids, jax.core.Tracer):
         runs = int(jnp.sum(new)) + (T > 0)
@@ -83,10 +85,8 @@ def segment_ids_to_cu_seqlens(
             raise ValueError(
                 f"`num_sequences` must be at least the number of runs, {runs}; got {num_sequences}"
             )
-    if num_sequences is None or num_sequences < 1:
-        raise ValueError(
-            f"`num_sequences` must be a positive integer under `jit`; got {num_sequences}"
-        )
+    if num_sequences is None:
+        raise ValueError("`num_sequences` must be a positive integer under `jit`; got None")
     (starts,) = jnp.nonzero(new, size=num_sequences - 1, fill_value=T - 1)
     return jnp.concatenate([jnp.zeros(1, starts.dtype), starts + 1, jnp.full(1, T, starts.dtype)])
 
@@ -107,8 +107,8 @@ def pad_packed(
     """
     if x.ndim < 2 or x.shape[0] != 1:
         raise ValueError(f"`x` must have shape [1, T, ...]; got {x.shape}")
-    check_offsets(cu_seqlens, x.shape[1])
-    offsets = jnp.asarray(cu_seqlens)
+    max_length = checks.whole("max_length", max_length, least=0)
+    offsets = canonical_offsets(cu_seqlens, x.shape[1])
     lengths = offsets[1:] - offsets[:-1]
     _check_longest(lengths, max_length)
     place = jnp.arange(max_length)
@@ -132,28 +132,19 @@ def pack_padded(x: Array, cu_seqlens: Int[Array, " N+1"], total: int | None = No
         >>> pack_padded(jnp.asarray([[0, 1, 0], [2, 3, 4]]), jnp.asarray([0, 2, 5])).tolist()
         [[0, 1, 2, 3, 4]]
     """
-    if not isinstance(cu_seqlens, jax.core.Tracer) and total is None:
-        check_offsets(cu_seqlens, None)
-        total = int(cu_seqlens[-1])
     if total is None:
-        raise ValueError("`total` must be given under `jit`; got None")
-    check_offsets(cu_seqlens, total)
-    N = cu_seqlens.shape[0] - 1
+        if isinstance(cu_seqlens, jax.core.Tracer):
+            raise ValueError("`total` must be given under `jit`; got None")
+        total = int(canonical_offsets(cu_seqlens, None)[-1])
+    total = checks.whole("total", total, least=0)
+    offsets = canonical_offsets(cu_seqlens, total)
+    N = offsets.shape[0] - 1
     if x.ndim < 2 or x.shape[0] != N:
         raise ValueError(f"`x` must have shape [N, L, ...] with N = {N}; got {x.shape}")
-    offsets = jnp.asarray(cu_seqlens)
     _check_longest(offsets[1:] - offsets[:-1], x.shape[1])
     token = jnp.arange(total)
     row = jnp.searchsorted(offsets[1:], token, side="right")
     return x[row, token - offsets[row]][None]
-
-
-def _check_integers(name: str, x: object, axes: str) -> jax.Array:
-    if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"`{name}` must be an integer array {axes}; got {type(x).__name__}")
-    if x.ndim != axes.count(",") + 1:
-        raise ValueError(f"`{name}` must have shape {axes}; got {x.shape}")
-    return jnp.asarray(x)
 
 
 def _check_longest(lengths: jax.Array, longest: int) -> None:

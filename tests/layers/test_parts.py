@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from deltanet_jax.layers import norms
 from deltanet_jax.layers.convolution import causal_convolution, next_inputs
 from deltanet_jax.layers.features import FEATURE_MAPS, dpfp, feature_dim
+from deltanet_jax.layers.gates import log_decay
 
 
 @settings(max_examples=30, derandomize=True, deadline=None)
@@ -104,3 +105,28 @@ def test_convolution_does_not_spread_nan_over_a_border():
     value, dx = jax.value_and_grad(loss)(x)
     assert value == 2 * (1 + 2 + 3)
     assert np.all(np.isfinite(dx))
+
+
+@pytest.mark.parametrize("largest", [1e19, 3e38])
+@pytest.mark.parametrize("name", [name for name in norms.NORMS if name != "none"])
+def test_norms_of_large_rows_neither_overflow_nor_vanish(name, largest):
+    x = jnp.asarray([[largest, -largest / 2, 0.0]])
+    small = jnp.asarray([[1.0, -0.5, 0.0]])
+    norm = norms.NORMS[name]
+    np.testing.assert_allclose(norm(x), norm(small), rtol=1e-4)
+    gradient = jax.grad(lambda x: jnp.sum(norm(x) * jnp.asarray([1.0, 2.0, 3.0])))(x)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("largest", [1e19, 3e38])
+def test_rms_norm_of_large_rows_neither_overflows_nor_vanishes(largest):
+    x, layer = jnp.asarray([[largest, -largest / 2, 0.0]]), norms.RMSNorm(3)
+    np.testing.assert_allclose(layer(x), layer(jnp.asarray([[1e3, -5e2, 0.0]])), rtol=1e-4)
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(layer(x)[:, 0]))(x)).all()
+
+
+@pytest.mark.parametrize("A_log", [89.0, 1e4, np.inf])
+@pytest.mark.parametrize("x", [-1e4, 0.0, 1e4])
+def test_a_decay_of_huge_rates_is_never_nan(A_log, x):
+    g = log_decay(jnp.full((1, 1, 1), x), jnp.full((1,), A_log), jnp.zeros((1,)))
+    assert g.item() <= 0

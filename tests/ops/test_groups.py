@@ -1,9 +1,12 @@
 """Several value heads per key head."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cases import Shape, layer_like, pairs
+from deltanet_jax import linear_attention
+from tests.cases import IMPLEMENTATIONS, Shape, layer_like, pairs
 from tests.checks import assert_matches, run
 from tests.oracle import Expected, expected
 
@@ -29,3 +32,16 @@ def test_a_group_is_consecutive_value_heads() -> None:
     o = run(inputs, "chunkwise").o
     assert np.all(np.asarray(o[:, :, 3:]) == 0)
     assert np.all(np.abs(np.asarray(o[:, :, :3])).max(axis=(0, 1, 3)) > 0.01)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_of_a_key_head_are_summed_in_float32(implementation: str) -> None:
+    """In float16 that of either value head would overflow; their sum is 0."""
+    one = jnp.ones((1, 1, 1, 1), jnp.float16)
+    v = jnp.asarray([6e4, -6e4], jnp.float16).reshape(1, 1, 2, 1)
+
+    def loss(k: jax.Array) -> jax.Array:
+        _, state = linear_attention(one, k, v, **IMPLEMENTATIONS[implementation])
+        return 2 * jnp.sum(state)
+
+    assert jax.grad(loss)(one).item() == 0.0

@@ -90,6 +90,40 @@ def test_ragged_equals_separate_in_the_kernel() -> None:
     assert_close("states", states, want.state, TOLERANCES["float32"].forward)
 
 
+NARROW = {
+    "uint8": [3] * 40,
+    "int8": [3] * 40,
+    "int16": [1] * 3000,
+    "uint16": [1] * 3000,
+    "uint32": [5, 0, 7],
+    "int64": [5, 0, 7],
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_offsets_of_every_integer_type_give_the_same(dtype: str) -> None:
+    """Nothing is computed in the caller's type, in which sums of offsets would wrap."""
+    offsets = np.cumsum([0, *NARROW[dtype]])
+    x = jnp.ones((1, offsets[-1], 1, 2)) / 2
+    run = jax.jit(d.linear_attention)
+    want = run(x, x, x, cu_seqlens=offsets.astype(np.int32))
+    got = run(x, x, x, cu_seqlens=offsets.astype(dtype))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    lengths = np.asarray(NARROW[dtype]).astype(dtype)
+    np.testing.assert_array_equal(d.lengths_to_cu_seqlens(lengths), offsets)
+    assert d.pack_padded(jnp.ones((len(lengths), 7)), offsets.astype(dtype)).shape == (
+        1,
+        offsets[-1],
+    )
+
+
+def test_one_sequence_as_long_as_its_type_can_say() -> None:
+    x = jnp.ones((1, 127, 1, 2)) / 2
+    want = d.linear_attention(x, x, x)[0]
+    got = d.linear_attention(x, x, x, cu_seqlens=np.asarray([0, 127], np.int8))[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def test_without_states_sequences_start_from_zero() -> None:
     inputs = {n: x for n, x in _case("delta")[0].items() if n != "initial_state"}
     offsets = inputs.pop("cu_seqlens")
@@ -153,9 +187,9 @@ WRONG = {
     "start": ([1, 60, 113], "must start with 0; got 1"),
     "end": ([0, 60, 112], "must end with T = 113; got 112"),
     "beyond": ([0, 60, 114], "must end with T = 113; got 114"),
-    "rank": ([[0, 113]], "got shape"),
+    "rank": ([[0, 113]], "must have shape"),
     "none": ([0], "got shape"),
-    "float": ([0.0, 113.0], "integer array"),
+    "float": ([0.0, 113.0], "integer dtype"),
 }
 
 

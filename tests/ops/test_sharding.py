@@ -74,10 +74,11 @@ def test_shard_map_with_its_checks(variant: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("variant", ["gated_delta", "kda"])
 @ALL
-def test_named_shardings(implementation: str, kind: AxisType) -> None:
+def test_named_shardings(implementation: str, variant: str, kind: AxisType) -> None:
     """Inputs that are sharded stay sharded: outputs keep the spec of `v`."""
-    inputs, ids = _case("gated_delta")
+    inputs, ids = _case(variant)
     mesh = _mesh(kind)
     place = lambda name, x: jax.device_put(x, NamedSharding(mesh, SPECS[name]))  # noqa: E731
     sharded = {n: place(n, x) for n, x in inputs.items()}
@@ -92,6 +93,31 @@ def test_named_shardings(implementation: str, kind: AxisType) -> None:
     if kind == AxisType.Explicit:
         assert outputs[0].sharding.spec[0] == "data"
         assert outputs[0].sharding.spec[2] == "model"
+
+
+@pytest.mark.parametrize("variant", ["delta", "gated_delta", "kda"])
+@ALL
+def test_an_axis_of_vmap_that_is_sharded_explicitly(implementation: str, variant: str) -> None:
+    """Per-example gradients, the examples split over devices."""
+    inputs, ids = _case(variant)
+    if variant == "delta":
+        del inputs["initial_state"]
+    mesh = _mesh(AxisType.Explicit)
+
+    def place(name: str, x: np.ndarray) -> jax.Array:
+        spec = P("data", None, *SPECS[name][1:])
+        return jax.device_put(np.stack([x, x[::-1]]), NamedSharding(mesh, spec))
+
+    sharded = {n: place(n, x) for n, x in inputs.items()}
+    sharded_ids = {n: place(n, x) for n, x in ids.items()}
+    do, dstate = cotangents_for(inputs)
+    cotangents = place("v", do), place("initial_state", dstate)
+    with jax.set_mesh(mesh):
+        program = jax.vmap(partial(_program, implementation), spmd_axis_name="data")
+        outputs, gradients = jax.jit(program)(sharded, sharded_ids, cotangents)
+    for example in range(2):
+        first = lambda x: np.asarray(x)[example, :: 1 - 2 * example]  # noqa: E731
+        _check(*jax.tree.map(first, (outputs, gradients)), inputs, ids)
 
 
 def test_named_shardings_outside_jit() -> None:
