@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from deltanet_jax.ops import dispatch
+
 Inputs = dict[str, np.ndarray]
 
 
@@ -48,12 +50,10 @@ VARIANTS = {
 
 # What a test passes to the public function; "associative_chunks" scans the maps of chunks.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "recurrent": {"implementation": "recurrent"},
-    "associative": {"implementation": "associative"},
-    "associative_chunks": {"implementation": "associative", "chunk_size": 16},
-    "chunkwise": {"implementation": "chunkwise"},
-    "chunkwise_solve": {"implementation": "chunkwise_solve"},
-}
+    name: {"implementation": name}
+    for name, row in dispatch.IMPLEMENTATIONS.items()
+    if row.why_not is None  # the kernels have tests of their own
+} | {"associative_chunks": {"implementation": "associative", "chunk_size": 16}}
 
 SHAPES = {
     "below_a_chunk": Shape(2, 63, 3, 16, 24),
@@ -107,6 +107,28 @@ def layer_like(variant: str, shape: Shape, seed: int = 0) -> Inputs:
     if kind.delta:
         inputs["beta"] = 1 / (1 + np.exp(-rng.standard_normal((B, T, shape.HV))))
     return {name: x.astype(np.float32) for name, x in inputs.items()}
+
+
+# Values that a formula may divide by, take a logarithm of or leave out, a row of the batch each.
+DEGENERATE: dict[str, dict[str, float]] = {
+    "beta 0": {"beta": 0.0},
+    "q 0": {"q": 0.0},
+    "k 0": {"k": 0.0},
+    "v 0": {"v": 0.0},
+    "g 0": {"g": 0.0},
+    "g -inf": {"g": -np.inf},
+    "state 0": {"initial_state": 0.0},
+    "all 0": dict.fromkeys(("q", "k", "v", "g", "beta", "initial_state"), 0.0),
+}
+
+
+def degenerate(variant: str, shape: Shape) -> Inputs:
+    """Inputs whose row `i` of the batch has the `i`-th of `DEGENERATE`."""
+    inputs = layer_like(variant, shape._replace(B=len(DEGENERATE)))
+    for row, values in enumerate(DEGENERATE.values()):
+        for name in values.keys() & inputs.keys():
+            inputs[name][row] = values[name]
+    return inputs
 
 
 def _with_keys(inputs: Inputs, keys: np.ndarray) -> Inputs:

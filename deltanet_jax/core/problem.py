@@ -105,7 +105,7 @@ class Problem:
         given = self.tokens._asdict().items()
         return tuple(name for name, x in given if x is not None and name not in known)
 
-    def with_tokens(self, **arrays: jax.Array | None) -> "Problem":
+    def with_tokens(self, **arrays: Any) -> "Problem":
         """Return the problem with other per-token arrays under these names."""
         return replace(self, tokens=self.tokens._replace(**arrays))  # type: ignore[arg-type]
 

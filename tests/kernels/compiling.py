@@ -14,7 +14,18 @@ from deltanet_jax.core.problem import Problem, Tokens
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import support
 
-__all__ = ["CALLS", "NEEDED", "STEPS", "Call", "Step", "lower", "target"]
+__all__ = [
+    "CALLS",
+    "MANY",
+    "NEEDED",
+    "OTHER_SMS",
+    "SMS",
+    "STEPS",
+    "Call",
+    "Step",
+    "lower",
+    "target",
+]
 
 NEEDED = [
     pytest.mark.skipif(
@@ -42,6 +53,7 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "NVIDIA H200"
 """
 SMS = 132  # of an H200
+OTHER_SMS = (114, 78)  # of an H100 PCIe, and of a slice of a GPU
 
 
 class Call(NamedTuple):

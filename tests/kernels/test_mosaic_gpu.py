@@ -1,5 +1,7 @@
 """The Hopper kernels in the CPU interpreter, against the float64 oracle."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import gate_vectors, program, run_states_fused, split, support
+from tests.cases import DEGENERATE, Shape, degenerate
 from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
-from tests.tolerances import TOLERANCES, relative_rms
+from tests.tolerances import TOLERANCES, assert_close, relative_rms
 
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < support.OLDEST_JAX,
@@ -70,6 +73,30 @@ def test_tokens_that_write_nothing_have_a_gradient_of_beta(dtype, gate):
 
 
 @interpreted
+@pytest.mark.parametrize("variant", ["linear", "gated_delta", "kda"])
+@pytest.mark.parametrize("scale", [None, 0.0, -0.7])
+def test_degenerate_values_equal_the_recurrence(variant, scale):
+    """Eight rows of the batch, each with another value that a formula could trip over."""
+    x = degenerate(variant, Shape(1, 66, 1, 64, 64))
+    x |= {n: np.asarray(jnp.asarray(x[n], "bfloat16").astype(jnp.float32)) for n in "qkv"}
+
+    def run(p):
+        return _run(p if scale is None else dataclasses.replace(p, scale=scale))
+
+    do, dstate = cotangents_for(x)
+    do = np.asarray(jnp.asarray(do).astype("bfloat16").astype(jnp.float32))
+    want = expected(x, (do, dstate), scale)
+    wanted = {"o": want.o, "state": want.state}
+    wanted |= {f"d{name}": g for name, g in want.gradients.items()}
+    got = outputs_and_gradients(run, x, "bfloat16")
+    forward, gradient = TOLERANCES["bfloat16"]
+    for name, tensor in wanted.items():
+        limit = forward if name in ("o", "state") else gradient
+        for row, case in enumerate(DEGENERATE):
+            assert_close(f"{name}, {case}", np.float32(got[name][row]), tensor[row], limit)
+
+
+@interpreted
 @pytest.mark.parametrize("gate", [None, 0.1], ids=["delta", "gated-delta"])
 def test_the_hardest_keys_stay_within_8e_3(gate):
     _check(inputs(T=64, cos=0.9, largest_beta=2.0, gate=gate), limits=(8e-3, 8e-3))
@@ -84,7 +111,7 @@ def test_the_hardest_keys_stay_within_8e_3(gate):
 )
 def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, case, size):
     """With one SM every head is its own thread block, or every pair of heads."""
-    monkeypatch.setattr(program, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(program, "sm_count", lambda: 1)
     x = inputs(K=size, V=size, **case)
     o, state = _run(problem(x))
     want = expected(x, cotangents_for(x))
@@ -106,7 +133,7 @@ def test_inverses_on_the_way_equal_the_recurrence(monkeypatch, fused_launches, c
 )
 def test_two_heads_in_a_program_equal_the_recurrence(monkeypatch, case):
     """With one SM; of three heads the last has its own thread block."""
-    monkeypatch.setattr(program, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(program, "sm_count", lambda: 1)
     _check(inputs(**case))
 
 

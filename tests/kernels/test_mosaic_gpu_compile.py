@@ -3,8 +3,10 @@
 import re
 
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.kernels.compiling import CALLS, NEEDED, STEPS, Call, lower
+from deltanet_jax.kernels.mosaic_gpu import chunk_inverses
+from tests.kernels.compiling import CALLS, MANY, NEEDED, OTHER_SMS, SMS, STEPS, Call, lower
 
 pytestmark = NEEDED
 
@@ -30,9 +32,9 @@ def wanted_kernels(call: Call) -> set[str]:
     return KERNELS | gates | ({"chunk_inverses"} if delta else set())
 
 
-def compiled(call, capfd) -> tuple[str, str]:
+def compiled(call, capfd, sms: int = SMS) -> tuple[str, str]:
     """Compile a call; return the program, and what the compiler says of each kernel."""
-    lowered = lower(call)
+    lowered = lower(call, sms)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
         program = lowered.compile().as_text()
@@ -54,6 +56,39 @@ def test_calls_compile_for_an_h200_without_spills(call, capfd):
     known = KNOWN_SPILLS.get((call.sizes[3], call.kind), {})
     for name, stores in found.items():
         assert stores <= known.get(name, 0), f"{name} spills more than is known"
+
+
+@pytest.mark.parametrize("sms", OTHER_SMS)
+@pytest.mark.parametrize("kind", ["gated-delta", "kda"])
+def test_calls_compile_for_hopper_gpus_with_fewer_sms(sms, kind, capfd):
+    call = Call((2, 320, 12, 128, 128), kind)
+    found = spills(compiled(call, capfd, sms)[1])
+    known = KNOWN_SPILLS.get((128, kind), {})
+    for name, stores in found.items():
+        assert stores <= known.get(name, 0), f"{name} spills more than is known"
+
+
+@pytest.mark.parametrize("sms", [SMS, *OTHER_SMS])
+def test_persistent_kernels_have_one_wave_of_thread_blocks(sms, monkeypatch):
+    """Their grids follow the number of SMs of the GPU that they are compiled for."""
+    grids, meshes = {}, []
+    kernel, mesh = plgpu.kernel, plgpu.Mesh
+
+    def spy_on_kernel(body, *, grid, **options):
+        grids[body.__name__] = grid
+        return kernel(body, grid=grid, **options)
+
+    def spy_on_mesh(*, grid, **options):
+        meshes.append(grid)
+        return mesh(grid=grid, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", spy_on_kernel)
+    monkeypatch.setattr(plgpu, "Mesh", spy_on_mesh)
+    lower(Call(MANY, "gated-delta"), sms)
+    assert meshes[-1] == (sms,)  # of `chunk_gradients`
+    assert grids["chunk_inverses"] == (chunk_inverses.RESIDENTS[128] * sms,)
+    lower(Call(MANY, "kda"), sms)
+    assert grids["decayed_chunks"] == (sms,)
 
 
 @pytest.mark.parametrize("call", STEPS, ids=str)

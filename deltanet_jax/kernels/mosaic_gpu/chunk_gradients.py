@@ -43,7 +43,7 @@ from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu import gate_vectors, pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.chunk_gradients_plan import Place, Plan
-from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["chunk_gradients"]
 
@@ -493,7 +493,7 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
         state_planes.stride(value_dim), 1, interpret is not None,
     )  # fmt: skip
     # Persistent programs, one for each multiprocessor.
-    programs = 2 if interpret else MULTIPROCESSORS
+    programs = 2 if interpret else sm_count()
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
     inputs = {"q": q, "k": k, "u": u, "do": do, "state": states}
     if plan.delta:

@@ -32,7 +32,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
     triangular,
     warp,
 )
-from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = [
     "SIDES",
@@ -68,7 +68,7 @@ class Plan:
     @property
     def programs(self) -> int:
         """That stay, each on every so-many-th item: as many as the multiprocessors hold at once."""
-        programs = 2 if self.interpret else RESIDENTS[self.key_dim] * MULTIPROCESSORS
+        programs = 2 if self.interpret else RESIDENTS[self.key_dim] * sm_count()
         return min(self.items, programs)
 
     @property

@@ -40,6 +40,10 @@ class Call:
     interpret: object  # None, or the interpreter's parameters
 
 
+# The kernels keep state gradients over the scale, which must not overflow a bfloat16 value then.
+SMALLEST_SCALE = 2.0**-64
+
+
 def chunkwise(
     problem: Problem, chunk_size: int | None = None, *, interpret: object = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -59,6 +63,10 @@ def chunkwise(
     reason = why_not(problem, chunk_size)
     if reason is not None:
         raise NotImplementedError(reason)
+    if abs(problem.scale) < SMALLEST_SCALE:
+        unscaled = dataclasses.replace(problem, scale=1.0)
+        o, final = chunkwise(unscaled, chunk_size, interpret=interpret)
+        return (problem.scale * o.astype(jnp.float32)).astype(o.dtype), final
     T, starts = problem.q.shape[1], problem.initial_state is not None
     empty = T == 0 or problem.v.size == 0
     state = start_state(problem).astype(jnp.float32) if starts or empty else None

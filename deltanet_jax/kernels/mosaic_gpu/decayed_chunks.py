@@ -28,7 +28,7 @@ from deltanet_jax.kernels.mosaic_gpu import chunk_inverses
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, channel_decay, launches, smem, warp
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
-from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["SLICE", "SWIZZLE", "decayed_chunks"]
 
@@ -76,7 +76,7 @@ class Plan(ChunkPlan):
 
     @property
     def programs(self) -> int:
-        return min(MULTIPROCESSORS, pl.cdiv(self.items, self.warpgroups))
+        return min(sm_count(), pl.cdiv(self.items, self.warpgroups))
 
     @property
     def rounds(self) -> int:

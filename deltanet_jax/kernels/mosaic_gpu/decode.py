@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu.blocks import launches
-from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["advance"]
 
@@ -57,7 +57,7 @@ class Plan:
 def plan_for(q, v, g, beta, scale: float) -> Plan:
     """Wide parts of rows, unless that would leave multiprocessors without a program."""
     (batch, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
-    few = batch * heads * value_dim // WIDE < MULTIPROCESSORS
+    few = batch * heads * value_dim // WIDE < sm_count()
     gate = None if g is None else {2: "scalar", 3: "vector"}[g.ndim]
     return Plan(
         batch, heads, heads // key_heads, key_dim, value_dim, NARROW if few else WIDE,

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
-from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = [
     "WIDTH",
@@ -74,7 +74,7 @@ class Plan:
         # Of a delta rule beside channels' gates, shared memory does not hold two with what is
         # kept for the backward, nor two of the backward.
         small &= not (self.channels and self.delta and (self.save or self.reverse))
-        return 2 if small and self.items > MULTIPROCESSORS else 1
+        return 2 if small and self.items > sm_count() else 1
 
     @property
     def stride(self) -> int:
@@ -169,13 +169,13 @@ def inputs_of(q, k, inverse, vectors, channels) -> dict:
 
 def are_few(batch: int, heads: int, columns: int) -> bool:
     """Whether programs of two warpgroups would leave half of the multiprocessors without one."""
-    return batch * heads * columns // (2 * WIDTH) <= MULTIPROCESSORS // 2
+    return batch * heads * columns // (2 * WIDTH) <= sm_count() // 2
 
 
 def fill_rounds(programs: int) -> bool:
     """Whether programs, one to a multiprocessor, leave at most a fifth of the rounds idle."""
-    rounds = -(-programs // MULTIPROCESSORS)
-    return 5 * programs >= 4 * rounds * MULTIPROCESSORS
+    rounds = -(-programs // sm_count())
+    return 5 * programs >= 4 * rounds * sm_count()
 
 
 def _columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:

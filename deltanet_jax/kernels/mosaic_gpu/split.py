@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from deltanet_jax.kernels.mosaic_gpu.chain_pieces import chain_pieces
-from deltanet_jax.kernels.mosaic_gpu.support import MULTIPROCESSORS
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["chain", "fold", "pieces_of", "terms_of", "unfold"]
 
@@ -26,7 +26,7 @@ def pieces_of(batch: int, chunks: int, heads: int, key_dim: int, value_dim: int)
     width = 128 if key_dim <= 128 else 64
     programs = batch * heads * max(1, value_dim // width)
     pieces = 1
-    while 2 * pieces * programs <= MULTIPROCESSORS and chunks >= 2 * pieces * SHORTEST:
+    while 2 * pieces * programs <= sm_count() and chunks >= 2 * pieces * SHORTEST:
         pieces *= 2
     return pieces if pieces >= FEWEST else 1
 

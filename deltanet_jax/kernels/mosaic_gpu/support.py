@@ -5,10 +5,9 @@ import jax
 from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
-__all__ = ["LOWEST_GATE", "MULTIPROCESSORS", "why_not", "why_not_one_token"]
+__all__ = ["LOWEST_GATE", "why_not", "why_not_one_token"]
 
 LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
-MULTIPROCESSORS = 132  # of an H100 or H200
 FIELDS = ("q", "k", "v", "g", "beta")  # per-token arrays that the kernels take
 HEAD_DIMS = (64, 128, 256)
 LARGEST_BESIDE_CHANNELS = 128  # beside a gate per key channel
