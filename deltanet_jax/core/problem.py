@@ -107,7 +107,7 @@ class Problem:
 
     def with_tokens(self, **arrays: Any) -> "Problem":
         """Return the problem with other per-token arrays under these names."""
-        return replace(self, tokens=self.tokens._replace(**arrays))  # type: ignore[arg-type]
+        return replace(self, tokens=self.tokens._replace(**arrays))
 
     def map_tokens(self, function: Callable[[jax.Array], Any]) -> "Problem":
         """Return the problem with `function` applied to every array of `tokens`."""
