@@ -48,12 +48,17 @@ VARIANTS = {
     "kda": Variant("vector", delta=True),
 }
 
+# Names that run every call; the kernels have tests of their own.
+PORTABLE = tuple(n for n, row in dispatch.IMPLEMENTATIONS.items() if row.why_not is None)
+# Those that work in chunks when they are given a chunk size.
+CHUNKED = tuple(name for name in PORTABLE if name != "recurrent")
+
 # What a test passes to the public function; "associative_chunks" scans the maps of chunks.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    name: {"implementation": name}
-    for name, row in dispatch.IMPLEMENTATIONS.items()
-    if row.why_not is None  # the kernels have tests of their own
+    name: {"implementation": name} for name in PORTABLE
 } | {"associative_chunks": {"implementation": "associative", "chunk_size": 16}}
+# Those whose work per token does not grow with K^3.
+LONG = tuple(name for name in IMPLEMENTATIONS if name != "associative")
 
 SHAPES = {
     "below_a_chunk": Shape(2, 63, 3, 16, 24),
@@ -66,10 +71,7 @@ SHAPES = {
 GRID = {
     "below_a_chunk": (("delta", "kda"), tuple(IMPLEMENTATIONS)),
     "three_chunks": (tuple(VARIANTS), tuple(IMPLEMENTATIONS)),
-    "two_segments": (
-        ("linear", "gated_delta", "kda"),
-        ("recurrent", "associative_chunks", "chunkwise", "chunkwise_solve"),
-    ),
+    "two_segments": (("linear", "gated_delta", "kda"), LONG),
 }
 
 

@@ -7,24 +7,16 @@ import pytest
 
 import deltanet_jax
 from deltanet_jax.core import reference
+from tests.cases import PORTABLE, VARIANTS
 from tests.tolerances import TOLERANCES, assert_close
 
 pytestmark = pytest.mark.smoke
 
 B, T, H, HV, K, V = 1, 37, 1, 2, 8, 12  # two value heads per key head, a chunk and a piece
 CHUNK = 20  # two sub-blocks of a vector gate
-FORMS = ["recurrent", "associative", "chunkwise", "chunkwise_solve"]
-MEMBERS = {
-    "linear": (),
-    "scalar-gated": ("scalar",),
-    "gla": ("vector",),
-    "deltanet": ("beta",),
-    "gated-deltanet": ("scalar", "beta"),
-    "kda": ("vector", "beta"),
-}
 
 
-def draw(member: str) -> dict[str, np.ndarray]:
+def draw(variant: str) -> dict[str, np.ndarray]:
     """Inputs in float32: unit keys, weak decay, beta up to 2, a state to start from."""
     random = np.random.default_rng(7)
     q, k = random.standard_normal((2, B, T, H, K))
@@ -34,26 +26,28 @@ def draw(member: str) -> dict[str, np.ndarray]:
         "v": random.standard_normal((B, T, HV, V)),
         "initial_state": random.standard_normal((B, HV, K, V)),
     }
-    parts = MEMBERS[member]
-    if "scalar" in parts:
+    gate, delta = VARIANTS[variant]
+    if gate == "scalar":
         inputs["g"] = -0.1 * random.random((B, T, HV))
-    if "vector" in parts:
+    if gate == "vector":
         inputs["g"] = -0.1 * random.random((B, T, HV, K))
-    if "beta" in parts:
+    if delta:
         inputs["beta"] = 2 * random.random((B, T, HV))
     return {name: x.astype(np.float32) for name, x in inputs.items()}
 
 
-def loss_of(form: str, weights: jax.Array):
+def loss_of(implementation: str, weights: jax.Array):
     def loss(inputs: dict[str, jax.Array]):
-        o, state = deltanet_jax.linear_attention(**inputs, implementation=form, chunk_size=CHUNK)
+        o, state = deltanet_jax.linear_attention(
+            **inputs, implementation=implementation, chunk_size=CHUNK
+        )
         return jnp.sum(weights * o) + jnp.sum(state), (o, state)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.fixture(scope="module", params=MEMBERS)
-def member(request):
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request):
     """The inputs of a variant, the oracle's answer, and the slope of its loss along a direction."""
     inputs = draw(request.param)
     random = np.random.default_rng(8)
@@ -71,10 +65,10 @@ def member(request):
     return inputs, weights, direction, oracle(0.0)[1:], (8 * near - far) / (12 * h)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_form_agrees_with_the_oracle(member, form):
-    inputs, weights, direction, (o, state), slope = member
-    (_, got), gradients = loss_of(form, weights.astype(np.float32))(inputs)
+@pytest.mark.parametrize("implementation", PORTABLE)
+def test_implementation_agrees_with_the_oracle(case, implementation):
+    inputs, weights, direction, (o, state), slope = case
+    (_, got), gradients = loss_of(implementation, weights.astype(np.float32))(inputs)
     tolerance = TOLERANCES["float32"]
     assert_close("o", got[0], o, tolerance.forward)
     assert_close("final_state", got[1], state, tolerance.forward)
@@ -100,12 +94,12 @@ def test_decoding_token_by_token_continues_a_prefill():
     assert_close("final_state", state, last, TOLERANCES["float32"].forward)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("outside", [False, True], ids=["vmap-of-grad", "grad-of-vmap"])
-def test_gradients_of_examples_under_two_vmaps(form, outside):
+def test_gradients_of_examples_under_two_vmaps(implementation, outside):
     """Arrays of rank 7 and more, on which the CPU compiler of jaxlib 0.10.2 is fragile."""
     inputs = draw("kda")
-    loss = loss_under_vmap(form)
+    loss = loss_under_vmap(implementation)
 
     def summed(x):
         return jnp.sum(jax.vmap(jax.vmap(loss))(x))
@@ -117,9 +111,11 @@ def test_gradients_of_examples_under_two_vmaps(form, outside):
         assert_close(f"d{name}", got[name][1, 0], x, TOLERANCES["float32"].gradient)
 
 
-def loss_under_vmap(form):
+def loss_under_vmap(implementation):
     def loss(x):
-        o, state = deltanet_jax.linear_attention(**x, implementation=form, chunk_size=CHUNK)
+        o, state = deltanet_jax.linear_attention(
+            **x, implementation=implementation, chunk_size=CHUNK
+        )
         return jnp.sum(jnp.sin(o)) + jnp.sum(state)
 
     return loss

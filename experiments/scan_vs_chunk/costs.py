@@ -44,6 +44,8 @@ def predict(implementation: str, sizes: Sizes, *, backward: bool) -> Cost:
                              products with the state
         chunkwise_solve      C (4 K + V + 2 V) + 6 K V
 
+    An implementation that is not listed is predicted as `chunkwise`.
+
     Bytes: every form reads q, k, v and writes o. On top the recurrence reads and writes the
     state once a token; a composition reads two maps `[K, K + V]` and writes one; the chunk
     forms write and read their factors and scores, and one state a chunk.
@@ -79,11 +81,9 @@ def _flops(implementation: str, sizes: Sizes) -> float:
             return compose + 2 * K * V
         case "associative_chunked":
             return wy + 2 * K**2 + compose / C
-        case "chunkwise" | "pallas":
-            return wy
         case "chunkwise_solve":
             return C * (4 * K + 3 * V) + 6 * K * V
-    raise ValueError(f"no cost is known for `implementation={implementation!r}`")
+    return wy
 
 
 def _floats_moved(implementation: str, sizes: Sizes) -> float:

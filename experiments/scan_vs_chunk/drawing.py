@@ -10,28 +10,13 @@ from matplotlib.figure import Figure
 from experiments import figures
 from experiments.figures import PALETTE
 from experiments.record import Row, Run
-from experiments.scan_vs_chunk.operators import DIRECTIONS, IMPLEMENTATIONS
+from experiments.scan_vs_chunk.implementations import IMPLEMENTATIONS
+from experiments.scan_vs_chunk.operators import DIRECTIONS
 from experiments.scan_vs_chunk.options import ScanVsChunk
 from experiments.scan_vs_chunk.training import ARMS, LARGE, REFERENCE, losses
 from experiments.tables import human_bytes
 
 __all__ = ["draw_all"]
-
-LOOKS = {
-    "recurrent": ("black", "o"),
-    "associative": ("red", "s"),
-    "associative_chunked": ("orange", "D"),
-    "chunkwise": ("blue", "^"),
-    "chunkwise_solve": ("sky", "v"),
-    "pallas": ("green", "P"),
-}
-NAMES = {
-    "associative": "associative (tokens)",
-    "associative_chunked": "associative (chunks)",
-    "chunkwise": "chunkwise (WY)",
-    "chunkwise_solve": "chunkwise (solve)",
-    "pallas": "Pallas kernel",
-}
 
 
 def draw_all(options: ScanVsChunk, record: Run) -> list[Path]:
@@ -58,9 +43,9 @@ def draw_all(options: ScanVsChunk, record: Run) -> list[Path]:
 def _line(ax: Axes, rows: Sequence[Row], x: str, y: str, name: str) -> None:
     """One implementation; the spread of times as bars."""
     rows = sorted(rows, key=lambda row: row[x])
-    color, marker = LOOKS[name]
+    entry = IMPLEMENTATIONS[name]
     xs, ys = ([row[key] for row in rows] for key in (x, y))
-    look = {"color": PALETTE[color], "marker": marker, "label": NAMES.get(name, name)}
+    look = {"color": PALETTE[entry.color], "marker": entry.marker, "label": entry.label}
     if y != "seconds":
         ax.plot(xs, ys, **look)
         return
@@ -69,7 +54,7 @@ def _line(ax: Axes, rows: Sequence[Row], x: str, y: str, name: str) -> None:
 
 
 def _default_chunks(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["C"] == IMPLEMENTATIONS[row["implementation"]][1]]
+    return [row for row in rows if row["C"] == IMPLEMENTATIONS[row["implementation"]].chunk_size]
 
 
 def _sweep(ax: Axes, rows: Sequence[Row], x: str, y: str) -> None:
@@ -125,9 +110,9 @@ def _draw_too_large(ax: Axes, rows: Sequence[Row], budget: float | None) -> None
                 xycoords=("axes fraction", "data"), textcoords="offset points",
                 fontsize=7.5)  # fmt: skip
     for row in rows:
-        color, marker = LOOKS[row["implementation"]]
-        ax.plot(row["T"], row["predicted_temporary_bytes"], marker, mfc="none",
-                color=PALETTE[color])  # fmt: skip
+        entry = IMPLEMENTATIONS[row["implementation"]]
+        ax.plot(row["T"], row["predicted_temporary_bytes"], entry.marker, mfc="none",
+                color=PALETTE[entry.color])  # fmt: skip
 
 
 def draw_ratios(options: ScanVsChunk, measured: Sequence[Row]) -> Figure:
@@ -236,9 +221,9 @@ def draw_training(options: ScanVsChunk, record: Run) -> Figure:
         gap = np.abs(values[:steps] - reference[:steps])
         # Losses that are equal to the last bit have no place on a log axis: half of one bit.
         gap = np.maximum(gap, 2**-24)
-        color, marker = LOOKS[ARMS[arm]]
-        difference.semilogy(np.arange(1, steps + 1), gap, marker, ms=3, ls="-", lw=0.6,
-                            color=PALETTE[color], label=arm)  # fmt: skip
+        entry = IMPLEMENTATIONS[ARMS[arm]]
+        difference.semilogy(np.arange(1, steps + 1), gap, entry.marker, ms=3, ls="-", lw=0.6,
+                            color=PALETTE[entry.color], label=arm)  # fmt: skip
     tolerance = options.loss_tolerance
     difference.axhline(tolerance, color="black", ls="--", lw=0.9)
     difference.text(1, tolerance * 1.25, "tolerance", fontsize=7.5)
@@ -257,7 +242,7 @@ def draw_training(options: ScanVsChunk, record: Run) -> Figure:
 
 def _arm_color(arm: str) -> str:
     """The reference lies under the others, wide and pale."""
-    return "#BBBBBB" if arm == REFERENCE else PALETTE[LOOKS[ARMS[arm]][0]]
+    return "#BBBBBB" if arm == REFERENCE else PALETTE[IMPLEMENTATIONS[ARMS[arm]].color]
 
 
 def _grouped(x: float) -> str:
@@ -274,7 +259,7 @@ def _draw_cost(ax: Axes, arms: Mapping[str, tuple[str, Row]], title: str) -> Non
     """Tokens per second as bars, with the step's temporary memory written on them."""
     for place, (arm, (name, row)) in enumerate(arms.items()):
         speed, memory = row["tokens_per_second"], row["temporary_bytes"]
-        color = _arm_color(arm) if arm in ARMS else PALETTE[LOOKS[name][0]]
+        color = _arm_color(arm) if arm in ARMS else PALETTE[IMPLEMENTATIONS[name].color]
         ax.barh(place, speed, color=color, height=0.5)
         text = f"{_grouped(speed)} tokens/s, {_grouped(memory / 1e6)} MB"
         ax.text(0, place + 0.33, f" {text}", va="bottom", ha="left", fontsize=7.5)

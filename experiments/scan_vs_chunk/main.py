@@ -9,22 +9,13 @@ from typing import Any
 from experiments.progress import progress_bar
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk import drawing, operators, training
+from experiments.scan_vs_chunk.implementations import IMPLEMENTATIONS
 from experiments.scan_vs_chunk.options import ScanVsChunk
 from experiments.tables import console, human_bytes, human_count, human_seconds, make_table
 
 __all__ = ["run"]
 
 EXPERIMENT = "scan-vs-chunk"
-
-# A terminal of 80 columns leaves this much for a name.
-SHORT = {
-    "recurrent": "recurrent",
-    "associative": "assoc.",
-    "associative_chunked": "assoc./chunks",
-    "chunkwise": "chunk WY",
-    "chunkwise_solve": "chunk solve",
-    "pallas": "pallas",
-}
 
 
 def run(options: ScanVsChunk) -> int:
@@ -120,7 +111,7 @@ def show_operators(options: ScanVsChunk, rows: Sequence[Row]) -> None:
 
 def _cells(row: Row, *, backward: bool) -> list[object]:
     tokens = row["T"] if row["B"] == 1 else f"{row['B']}x{row['T']}"
-    head = [SHORT[row["implementation"]], tokens, row["d"], row["C"] or "-"]
+    head = [IMPLEMENTATIONS[row["implementation"]].short, tokens, row["d"], row["C"] or "-"]
     predicted = [human_bytes(row["predicted_temporary_bytes"]), human_count(row["predicted_flops"])]
     if row["status"] != "measured":
         status = "failed" if row["status"] == "failed" else "no fit"

@@ -11,28 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress, TaskID
 
-from deltanet_jax import linear_attention, why_not
+from deltanet_jax import linear_attention
 from deltanet_jax.compat import enable_x64
 from deltanet_jax.core import reference
 from experiments.compiling import compile_ahead, cpu_optimization
 from experiments.machine import available_memory
 from experiments.record import Row, Run
 from experiments.scan_vs_chunk.costs import Cost, Sizes, predict
+from experiments.scan_vs_chunk.implementations import CHUNKED, IMPLEMENTATIONS
 from experiments.scan_vs_chunk.options import ScanVsChunk
 from experiments.tables import human_bytes
 
-__all__ = ["DIRECTIONS", "IMPLEMENTATIONS", "Case", "cases", "measure", "memory_budget"]
+__all__ = ["DIRECTIONS", "Case", "cases", "measure", "memory_budget"]
 
-# Label in the record: name in the library, and the chunk size where the form's default is none.
-IMPLEMENTATIONS: dict[str, tuple[str, int | None]] = {
-    "recurrent": ("recurrent", None),
-    "associative": ("associative", None),
-    "associative_chunked": ("associative", 64),
-    "chunkwise": ("chunkwise", 64),
-    "chunkwise_solve": ("chunkwise_solve", 64),
-    "pallas": ("pallas", 64),
-}
-CHUNKED = ("associative_chunked", "chunkwise", "chunkwise_solve", "pallas")
 DIRECTIONS = ("forward", "forward+backward")
 
 Arrays = dict[str, jax.Array]
@@ -72,7 +63,7 @@ def sweeps(options: ScanVsChunk) -> list[list[Case]]:
             f"at most ratio_width={options.ratio_width}; got {options.ratio_lengths} and "
             f"{options.head_dims}"
         )
-    chunks = {name: C for name, (_, C) in IMPLEMENTATIONS.items()}
+    chunks = {name: entry.chunk_size for name, entry in IMPLEMENTATIONS.items()}
     B, H, d = options.batch_size, options.heads, options.head_dim
     ways = DIRECTIONS if options.sweep_forward else DIRECTIONS[1:]
     lengths = [
@@ -216,7 +207,7 @@ def prepare(options: ScanVsChunk, case: Case, budget: float) -> Prepared:
     if cost.temporary_bytes > budget:
         needs = human_bytes(cost.temporary_bytes)
         return Prepared(row | {"status": "does not fit", "reason": f"predicted {needs}"}, None)
-    name = IMPLEMENTATIONS[case.implementation][0]
+    name = IMPLEMENTATIONS[case.implementation].name
     function = _both if _is_backward(case) else _forward
     shapes = jax.eval_shape(functools.partial(inputs.__wrapped__, options, *case[2:6]))
     whole = functools.partial(function, implementation=name, C=case.C)
@@ -281,19 +272,20 @@ def _predicted(cost: Cost) -> Row:
 
 def _reason_against(options: ScanVsChunk, case: Case) -> str | None:
     """Why a case cannot be measured on this machine."""
-    name = IMPLEMENTATIONS[case.implementation][0]
-    if name != "pallas":
-        return None
-    platform = jax.default_backend()
-    if platform not in ("gpu", "tpu"):
-        return f"the kernels need a GPU or a TPU; this is a {platform}"
+    name = IMPLEMENTATIONS[case.implementation].name
     _, _, B, T, H, d, _ = case
     x = jax.ShapeDtypeStruct((B, T, H, d), jnp.dtype(options.dtype))
     gates = {"beta": jax.ShapeDtypeStruct((B, T, H), jnp.float32)}
     if options.gate != "none":
         shape = (B, T, H) if options.gate == "scalar" else (B, T, H, d)
         gates["g"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return why_not(name, x, x, x, **gates, chunk_size=case.C)
+    # As a candidate, kernels count on their hardware alone: the interpreter is not timed.
+    call = functools.partial(linear_attention, implementation=(name,), chunk_size=case.C)
+    try:
+        jax.eval_shape(call, x, x, x, **gates)
+    except NotImplementedError as error:
+        return str(error).partition(f"{name!r}: ")[2]
+    return None
 
 
 def _time(

@@ -1,6 +1,8 @@
 """A tiny ablation from start to end, interrupted and resumed."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -200,6 +202,37 @@ def test_predicted_flops_and_memory_of_the_scan_over_tokens_are_the_compilers():
     assert compiled.cost_analysis()["flops"] == pytest.approx(cost.flops, rel=0.35)
     measured = compiled.memory_analysis().temp_size_in_bytes
     assert measured / 2 < cost.temporary_bytes < measured * 2
+
+
+NEW_IMPLEMENTATION = """
+from dataclasses import replace
+from pathlib import Path
+from deltanet_jax.ops import dispatch
+from deltanet_jax.ops.chunkwise import chunkwise
+
+def why_not(problem, chunk_size):
+    return "it takes chunks of 64" if chunk_size != 64 else None
+
+dispatch.IMPLEMENTATIONS["mine"] = dispatch.Row(chunkwise, why_not)
+
+from experiments.record import Run
+from experiments.scan_vs_chunk import main
+from tests.experiments.test_scan_vs_chunk import TINY
+
+options = replace(TINY, training=False, chunk_sizes=(16, 64), results=Path(RESULTS), name="new")
+assert main.run(options) == 0
+with Run.resume(main.EXPERIMENT, options.results / "scan-vs-chunk" / "new") as record:
+    rows = record.select(kind="operator", implementation="mine")
+assert {row["status"] for row in rows if row["C"] == 64} == {"measured"}
+refused, = {(row["status"], row["reason"]) for row in rows if row["C"] == 16}
+assert refused == ("not here", "it takes chunks of 64"), refused
+"""
+
+
+def test_a_new_implementation_is_measured_and_drawn_with_no_further_edit(tmp_path):
+    code = f"RESULTS = {str(tmp_path)!r}\n" + NEW_IMPLEMENTATION
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_preset_sets_defaults_and_options_override_it():

@@ -19,9 +19,9 @@ from deltanet_jax.models.training import (
     next_token_loss,
     train_step,
 )
+from tests.cases import PORTABLE
 
 CONFIG = DeltaNetConfig(vocab_size=19, hidden_size=16, num_layers=2, num_heads=2, mlp_size=24)
-FORMS = ("recurrent", "associative", "chunkwise", "chunkwise_solve")
 
 
 def make(implementation=None, seed=0, **change):
@@ -40,7 +40,7 @@ def model():
 
 def test_every_form_gives_the_same_losses_and_gradients():
     results = []
-    for form in FORMS:
+    for form in PORTABLE:
         loss_of = partial(next_token_loss, tokens=tokens())
         loss, gradient = nnx.value_and_grad(loss_of)(make(form))
         results.append((loss, nnx.to_pure_dict(gradient)))

@@ -9,6 +9,7 @@ import pytest
 import deltanet_jax as d
 from deltanet_jax.ops import dispatch
 from deltanet_jax.ops.canonical import canonical_problem
+from tests.cases import PORTABLE
 
 
 def inputs(T=20, K=4, V=6):
@@ -61,9 +62,7 @@ def test_why_not_gives_the_reason_that_the_call_raises():
     assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["recurrent", "associative", "chunkwise", "chunkwise_solve", lambda p, c: None]
-)
+@pytest.mark.parametrize("name", [*PORTABLE, lambda p, c: None])
 def test_nothing_speaks_against_the_portable_forms(name):
     q, k, v, beta = inputs()
     g = jnp.zeros((1, 20, 2, 4))

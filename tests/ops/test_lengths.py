@@ -6,7 +6,7 @@ import pytest
 
 from deltanet_jax import linear_attention
 from deltanet_jax.ops.chunkwise import PAIRS_FROM
-from tests.cases import IMPLEMENTATIONS, VARIANTS, Shape, layer_like, weak_decay
+from tests.cases import IMPLEMENTATIONS, PORTABLE, VARIANTS, Shape, layer_like, weak_decay
 from tests.checks import assert_matches, run
 from tests.oracle import expected
 
@@ -32,9 +32,7 @@ def test_edge_lengths(variant: str, implementation: str, chunk_size: int | None,
     assert_matches(run(inputs, implementation, chunk_size=chunk_size), expected(inputs))
 
 
-@pytest.mark.parametrize(
-    "implementation", ["recurrent", "associative", "chunkwise", "chunkwise_solve"]
-)
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("chunk_size", [1, 7, 24, 100])
 def test_chunk_sizes_that_are_not_powers_of_two(implementation: str, chunk_size: int) -> None:
     """100 is above T = 50 and above one block of 16 rows; 7 and 24 do not divide 50."""

@@ -18,7 +18,7 @@ from deltanet_jax.kernels import mosaic_gpu, mosaic_tpu
 from deltanet_jax.ops import canonical, dispatch
 from deltanet_jax.ops.layout import as_chunks, each_chunk, from_chunks
 from deltanet_jax.ops.maps import sequence_map
-from tests.cases import Inputs, Shape, layer_like
+from tests.cases import PORTABLE, Inputs, Shape, layer_like
 
 SHAPE = Shape(2, 37, 2, 4, 6)
 
@@ -124,9 +124,7 @@ def _plain(p: Problem) -> Problem:
     return dataclasses.replace(p, tokens=Tokens(*p.tokens[:5]))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, row in dispatch.IMPLEMENTATIONS.items() if row.why_not is None]
-)
+@pytest.mark.parametrize("name", PORTABLE)
 def test_forms_that_do_not_read_it_pass_it_by(name):
     algorithm = dispatch.IMPLEMENTATIONS[name].algorithm
     got, want = algorithm(problem(), 8), algorithm(_plain(problem()), 8)

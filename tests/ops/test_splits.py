@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltanet_jax import linear_attention, step
-from tests.cases import IMPLEMENTATIONS, VARIANTS, Inputs, Shape, layer_like, pairs, rng_for
+from tests.cases import IMPLEMENTATIONS, LONG, VARIANTS, Inputs, Shape, layer_like, pairs, rng_for
 from tests.oracle import expected
 from tests.tolerances import TOLERANCES, assert_close
 
@@ -45,7 +45,7 @@ def test_state_continues_across_a_cut(implementation: str, cut: int) -> None:
 
 
 @pytest.mark.parametrize("variant", ["linear", "gated_delta"])
-@pytest.mark.parametrize("implementation", ["recurrent", "chunkwise", "chunkwise_solve"])
+@pytest.mark.parametrize("implementation", LONG)
 def test_gradients_flow_across_a_cut(variant: str, implementation: str) -> None:
     inputs, want = _whole(variant)
     rng = rng_for("cotangents", *inputs["v"].shape[:3], SHAPE.K, SHAPE.V)

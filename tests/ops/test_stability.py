@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 import deltanet_jax as d
 from deltanet_jax.core import reference
 from tests import oracle
-from tests.cases import IMPLEMENTATIONS, unit
+from tests.cases import CHUNKED, IMPLEMENTATIONS, PORTABLE, unit
 from tests.checks import assert_matches, run
 from tests.tolerances import TOLERANCES, assert_close
 
 B, T, H, K, V = 1, 37, 2, 6, 5
-CHUNKED = {"chunkwise": 16, "chunkwise_solve": 16, "associative": 16}
 
 
 def draw(seed, **change):
@@ -62,7 +61,7 @@ ROWS = {
 @pytest.mark.parametrize("rows", ROWS)
 def test_degenerate_rows_keep_outputs_states_and_gradients_exact(rows, implementation):
     inputs = draw(1, **ROWS[rows])
-    got = run(inputs, implementation, chunk_size=CHUNKED.get(implementation))
+    got = run(inputs, implementation, chunk_size=16 if implementation in CHUNKED else None)
     assert_matches(got, oracle.expected(inputs))
 
 
@@ -83,9 +82,7 @@ def test_random_values_equal_the_recurrence(implementation, seed, scale, decay):
 
 def _call(inputs, implementation):
     jitted = jax.jit(
-        lambda inputs: d.linear_attention(
-            **inputs, implementation=implementation, chunk_size=CHUNKED[implementation]
-        )
+        lambda inputs: d.linear_attention(**inputs, implementation=implementation, chunk_size=16)
     )
     return jitted(inputs)
 
@@ -107,7 +104,7 @@ def test_future_tokens_do_not_change_the_past(implementation):
     assert np.all(np.any(np.asarray(o[:, cut:] != after[:, cut:]), axis=-1))
 
 
-@pytest.mark.parametrize("implementation", ["recurrent", "chunkwise", "chunkwise_solve"])
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_the_normaliser_is_the_sum_of_keys(implementation):
     inputs = draw(3, q=np.random.default_rng(1).random((B, T, H, K)))
     q, k, v = inputs["q"], np.abs(inputs["k"]), inputs["v"]
