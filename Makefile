@@ -1,5 +1,14 @@
-# `make ablation` and `make test` set up .venv by themselves.
-PYTHON ?= python3
+# `make ablation` and `make test` set up .venv by themselves, with the newest Python of these that is
+# here: from 3.12 on, jax has the interpreter that the tests of the Hopper kernels need.
+PYTHONS = python3.13 $(HOME)/.pyenv/versions/3.13.*/bin/python3 \
+	python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python3 python3
+ifeq ($(origin PYTHON), undefined)
+PYTHON := $(shell for python in $(PYTHONS); do \
+	$$python -c 'import venv, ensurepip' 2>/dev/null && echo $$python && break; done)
+endif
+ifeq ($(PYTHON),)
+PYTHON := python3
+endif
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -21,7 +30,7 @@ JAX_PIN = $(if $(filter newest,$(JAX)),,'jax==$(JAX)' 'jaxlib==$(JAX)')
 # A small BLAS pool: several test processes must not fight over the cores.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help ablation test test-parity test-tpu-compile test-hopper test-wheel test-extras dist lint format docs clean
+.PHONY: help ablation test test-slow check test-parity test-tpu-compile test-gpu-compile test-hopper test-wheel test-installed test-extras dist lint format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -43,17 +52,29 @@ ablation: $(READY)  ## the scan-versus-chunk ablation on this machine; options: 
 test: $(READY)  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+test-slow: $(READY)  ## the long property tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
+
+check: lint  ## lint, types, imports, smoke tests and the tests of what changed since main
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $$($(BIN)/python tests/reach.py) $(ARGS)
+
 test-tpu-compile: $(READY)  ## the TPU kernels through the TPU's compiler, which needs no TPU
 	@$(BIN)/python -c 'import libtpu' 2>/dev/null \
 		|| { $(call install,$(BIN)/python,-e '.[tpu-test]'); }
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/test_mosaic_tpu_compile.py $(ARGS)
 
 # The compiler for GPUs is in the plugin of jax's own version.
+GPU_COMPILER = version=$$($(1)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(call install,$(1)/bin/python,--no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version")
+
+test-gpu-compile: $(READY)  ## the Hopper kernels through the GPU's compiler, which needs no GPU
+	@$(BIN)/python -c 'import jax_cuda13_plugin' 2>/dev/null || { $(call GPU_COMPILER,$(VENV)); }
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/test_mosaic_gpu_compile.py $(ARGS)
+
 test-hopper:  ## the Hopper kernels, interpreted and through the GPU's compiler, without a GPU; options: PYTHON=, JAX=0.11.2
 	$(PYTHON) -m venv --clear $(HOPPER)
 	@$(call install,$(HOPPER)/bin/python,-e '.[test]' $(JAX_PIN))
-	@version=$$($(HOPPER)/bin/python -c 'import jax; print(jax.__version__)'); \
-	$(call install,$(HOPPER)/bin/python,--no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version")
+	@$(call GPU_COMPILER,$(HOPPER))
 	JAX_PLATFORMS=cpu $(HOPPER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(HOPPER_TESTS) $(ARGS)
 
 # Pinned, because the tests reach into these packages. PyTorch's own files for a CPU need no CUDA.
@@ -73,12 +94,17 @@ dist: $(READY)  ## the source distribution, and the wheel built from it, in dist
 	@rm dist.log && ls dist
 
 # The source distribution holds the tests; without its package they find only the installed one.
+# Their compiled programs are kept in this checkout, as those of the other tests.
 test-wheel: dist  ## tests against the installed wheel, outside of the tree; options: PYTHON=, JAX=0.11.2
 	$(PYTHON) -m venv --clear $(WHEEL)
 	@$(call install,$(WHEEL)/bin/python,"$$(ls dist/*.whl)[dev]" $(JAX_PIN))
 	$(WHEEL)/bin/python -m pip check
+	$(MAKE) test-installed
+
+test-installed:  ## the same tests again, with the wheel where `test-wheel` installed it
 	python=$$(pwd)/$(WHEEL)/bin/python; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
 	tar -xzf dist/*.tar.gz -C "$$tree" --strip-components=1 && rm -r "$$tree"/deltanet_jax* && cd "$$tree" && \
+	export JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cache/jax/wheel-$(JAX)" && \
 	$$python tests/installed.py $(if $(filter newest,$(JAX)),--types) && \
 	$$python -m pytest -n $(WORKERS) --dist worksteal $(WHEEL_TESTS) $(ARGS)
 
@@ -101,5 +127,5 @@ docs: $(READY)  ## the documentation site, in docs/_build/html
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 clean:  ## remove what was built, not what was measured
-	rm -rf $(VENV) $(PARITY) .venv-wheel-* .venv-hopper-* build dist docs/_build *.egg-info uv.lock \
+	rm -rf $(VENV) .cache $(PARITY) .venv-wheel-* .venv-hopper-* build dist docs/_build *.egg-info uv.lock \
 		.pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -20,6 +20,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and "xla_backend_optimization_level" not
 added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
+# Compiled programs are kept for the next run, and for the processes that tests start.
+CACHE = Path(__file__).parents[1] / ".cache" / "jax" / importlib.metadata.version("jaxlib")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
+
 # The mathematics is checked against its shape annotations. The public functions check their
 # callers themselves, with errors that the tests expect, and a `Problem` may hold abstract arrays.
 from jaxtyping import install_import_hook
@@ -57,6 +63,12 @@ def forget_programs() -> Iterator[None]:
 
 # Its packages live in an environment of their own: `make test-parity`.
 collect_ignore = [] if importlib.util.find_spec("fla") else ["parity"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave long tests out unless markers are chosen."""
+    if not config.option.markexpr:
+        config.option.markexpr = "not slow"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
