@@ -104,7 +104,7 @@ test-wheel: dist  ## tests against the installed wheel, outside of the tree; opt
 test-installed:  ## the same tests again, with the wheel where `test-wheel` installed it
 	python=$$(pwd)/$(WHEEL)/bin/python; tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
 	tar -xzf dist/*.tar.gz -C "$$tree" --strip-components=1 && rm -r "$$tree"/deltanet_jax* && cd "$$tree" && \
-	export JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cache/jax/wheel-$(JAX)" && \
+	export JAX_COMPILATION_CACHE_DIR="$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/.cache/jax/wheel-$(JAX)}" && \
 	$$python tests/installed.py $(if $(filter newest,$(JAX)),--types) && \
 	$$python -m pytest -n $(WORKERS) --dist worksteal $(WHEEL_TESTS) $(ARGS)
 
