@@ -1,4 +1,4 @@
-"""What `make check` runs for a change."""
+"""Test which tests `make check` runs for a change."""
 
 import pytest
 

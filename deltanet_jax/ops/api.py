@@ -123,12 +123,8 @@ def linear_attention(
     size = canonical.canonical_chunk_size(chunk_size)
     algorithm = dispatch.choose(implementation, problem, size)
     if cu_seqlens is not None:
-        o, states = ragged.run_ragged(
-            problem,
-            canonical.canonical_offsets(cu_seqlens, None),
-            algorithm=algorithm,
-            chunk_size=size,
-        )
+        offsets = canonical.canonical_offsets(cu_seqlens, None)
+        o, states = ragged.run_ragged(problem, offsets, algorithm=algorithm, chunk_size=size)
         return o.astype(jnp.result_type(v)), states
     if problem.q.shape[1] == 0:
         return problem.v.astype(jnp.result_type(v)), start_state(problem)
