@@ -25,6 +25,7 @@ class PackText:
 
 def run(options: PackText) -> int:
     """Write the corpus; the number of its tokens."""
-    total = write_corpus(options.out, documents(options.files or tuple(standard_library())))
+    files = options.files or tuple(standard_library())
+    total = write_corpus(options.out, documents(files, beside=options.out))
     console.print(f"{total:,} tokens in {options.out}")
     return total

@@ -112,6 +112,9 @@ def read_tensors(directory: Path) -> tuple[dict[str, Tensor], list[str]]:
     places = _read_object(directory / INDEX).get("weight_map")
     if not isinstance(places, dict):
         return {}, [f"{INDEX} has no `weight_map`"]
+    strange = [n for n in places.values() if not isinstance(n, str) or Path(n).name != n]
+    if strange:
+        return {}, [f"{INDEX} must name files of this directory; got {strange[0]!r}"]
     for name in sorted(set(places.values())):
         if not (directory / name).is_file():
             problems.append(f"the file {name} of the index is missing")

@@ -27,9 +27,9 @@ from deltanet_jax.models.generate import check_sampling, last_real, sample
 __all__ = ["Request", "Server"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A prompt, and what has been sampled after it."""
+    """A prompt, and what has been sampled after it; equal to itself alone."""
 
     prompt: np.ndarray  # int [T], T >= 1
     num_tokens: int
@@ -83,6 +83,7 @@ class Server:
             key = jax.random.key(0)
         self.prefill = checks.whole("prefill", prefill, least=1)
         self.slots: list[Request | None] = [None] * checks.whole("num_slots", num_slots, least=1)
+        self._fresh = np.zeros(len(self.slots), bool)  # slots whose state is not reset yet
         self.waiting: deque[Request] = deque()
         self.sampled = 0  # tokens, of all requests
         self._key = key
@@ -132,7 +133,7 @@ class Server:
 
     def step(self) -> list[Request]:
         """Read the next tokens of every slot, and sample; return finished requests."""
-        fresh = self._admit()
+        self._admit()
         active = [r for r in self.slots if r is not None]
         if not active:
             return []
@@ -142,26 +143,31 @@ class Server:
         for i, request in enumerate(self.slots):
             if request is not None:
                 counts[i] = min(width, len(request.unread))
-                tokens[i, : counts[i]] = [request.unread.popleft() for _ in range(counts[i])]
-        self._key, key = jax.random.split(self._key)
+                tokens[i, : counts[i]] = list(islice(request.unread, int(counts[i])))
+        next_key, key = jax.random.split(self._key)
         # Only where a request begins: it is one more pass over all states.
-        if fresh.any():
-            self._cache = _reset(self._cache, fresh)
-        sampled, self._cache = self._advance(self._state, self._cache, tokens, counts, key)
-        return self._collect(np.asarray(sampled))
+        if self._fresh.any():
+            self._cache = _reset(self._cache, self._fresh)
+        sampled, cache = self._advance(self._state, self._cache, tokens, counts, key)
+        result = np.asarray(sampled)
+        # Nothing has changed before this: a step that was interrupted can be made again.
+        self._key, self._cache = next_key, cache
+        self._fresh[:] = False
+        for request, count in zip(self.slots, counts, strict=True):
+            for _ in range(count):
+                request.unread.popleft()  # type: ignore[union-attr]
+        return self._collect(result)
 
     def run(self) -> None:
         """Step until every request is done."""
         while self.busy:
             self.step()
 
-    def _admit(self) -> np.ndarray:
-        """Give free slots to waiting requests; return a mask of the new slots."""
-        fresh = np.zeros(len(self.slots), bool)
+    def _admit(self) -> None:
+        """Give free slots to waiting requests."""
         for i, request in enumerate(self.slots):
             if request is None and self.waiting:
-                self.slots[i], fresh[i] = self.waiting.popleft(), True
-        return fresh
+                self.slots[i], self._fresh[i] = self.waiting.popleft(), True
 
     def _collect(self, sampled: np.ndarray) -> list[Request]:
         finished = []

@@ -10,10 +10,11 @@ continues at its step, and each of many processes can read its own rows.
 import json
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Int
@@ -41,7 +42,8 @@ def write_corpus(
         ValueError: If a token does not fit the dtype, or there is no token at all.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in ("tokens.bin", "ends.bin")]
+    # Beside the files of a corpus that a run may have mapped, which keeps those it has.
+    paths = [directory / f"{name}.unfinished" for name in ("tokens.bin", "ends.bin")]
     limit, total, largest = np.iinfo(dtype).max, 0, 0
     with paths[0].open("wb") as tokens, paths[1].open("wb") as ends:
         for document in documents:
@@ -57,9 +59,16 @@ def write_corpus(
             ends.write(np.int64(total).tobytes())
     if total == 0:
         raise ValueError(f"`documents` must hold tokens; got none for {directory}")
-    # Written last: a directory without it is not a corpus.
     about = {"dtype": dtype, "tokens": total, "largest": largest}
-    (directory / "corpus.json").write_text(json.dumps(about) + "\n")
+    about["ends_crc32"] = zlib.crc32(paths[1].read_bytes())
+    described = directory / "corpus.json"
+    # A directory without it is not a corpus: it goes first and comes last.
+    described.unlink(missing_ok=True)
+    for path in paths:
+        path.replace(path.with_suffix(""))
+    unfinished = directory / "corpus.json.unfinished"
+    unfinished.write_text(json.dumps(about) + "\n")
+    unfinished.replace(described)
     return total
 
 
@@ -84,13 +93,17 @@ class Corpus:
         path = directory / "corpus.json"
         if not path.exists():
             raise ValueError(f"{directory} is not a corpus: it has no corpus.json")
-        about = json.loads(path.read_text())
+        about = _description(path)
         tokens = np.memmap(directory / "tokens.bin", about["dtype"], mode="r")
         if len(tokens) != about["tokens"]:
             raise ValueError(f"{directory} must hold {about['tokens']} tokens; got {len(tokens)}")
         if not 0 < length <= len(tokens):
             raise ValueError(f"`length` must be in [1, {len(tokens)}]; got {length}")
+        size = (directory / "ends.bin").stat().st_size
+        if size == 0 or size % np.dtype(np.int64).itemsize:
+            raise ValueError(f"{directory} is a damaged corpus: ends.bin has {size} bytes")
         ends = np.memmap(directory / "ends.bin", np.int64, mode="r")
+        _check_ends(directory, ends, about)
         return cls(tokens, ends, length, about["largest"])
 
     def __len__(self) -> int:
@@ -106,7 +119,13 @@ class Corpus:
         places = indices[:, None].astype(np.int64) * self.length + np.arange(self.length)
         documents = np.searchsorted(self.ends, places, side="right")
         ids = documents - documents[:, :1]
-        return PackedBatch(self.tokens[places].astype(np.int32), ids.astype(np.int32))
+        tokens = self.tokens[places]
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() <= self.largest:
+            raise ValueError(
+                f"the corpus is damaged: its tokens must be in [0, {self.largest}]; "
+                f"got {tokens.min()} to {tokens.max()}"
+            )
+        return PackedBatch(tokens.astype(np.int32), ids.astype(np.int32))
 
     def batch(self, *, seed: int, step: int, batch_size: int) -> PackedBatch:
         """The rows of a step: the next `batch_size` windows of the epochs' orders."""
@@ -117,6 +136,38 @@ class Corpus:
             mine = epochs == epoch
             indices[mine] = shuffled(places[mine], len(self), (seed, int(epoch)))
         return self.windows(indices)
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """Read corpus.json and check what it says."""
+    try:
+        about = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    wanted = {"dtype": str, "tokens": int, "largest": int}
+    if not isinstance(about, dict) or any(
+        not isinstance(about.get(name), kind) for name, kind in wanted.items()
+    ):
+        raise ValueError(f"{path} is damaged: it must hold {', '.join(wanted)}")
+    kind = np.dtype(about["dtype"]) if about["dtype"] in np.sctypeDict else None
+    if kind is None or kind.kind not in "iu":
+        raise ValueError(f"{path} must name an integer dtype; got {about['dtype']!r}")
+    if not 0 <= about["largest"] <= np.iinfo(np.int32).max:
+        raise ValueError(f"{path} must have `largest` in 31 bits; got {about['largest']}")
+    return about
+
+
+def _check_ends(directory: Path, ends: Int[np.ndarray, " D"], about: dict[str, Any]) -> None:
+    """Refuse ends of documents that are damaged, or those of another corpus."""
+    wrong = None
+    if ends[-1] != about["tokens"]:
+        wrong = f"the last of its ends must be {about['tokens']}"
+    elif ends[0] < 0 or np.any(np.diff(ends) < 0):
+        wrong = "its ends must rise from 0"
+    elif about.get("ends_crc32", zlib.crc32(ends.tobytes())) != zlib.crc32(ends.tobytes()):
+        wrong = "its ends do not have their checksum"
+    if wrong is not None:
+        raise ValueError(f"{directory} is a damaged corpus: {wrong}")
 
 
 def shuffled(
@@ -173,7 +224,7 @@ def prefetch(make: Callable[[int], Batch], steps: Iterable[int], depth: int = 2)
                     return
                 put((make(step), None))
             put((None, StopIteration()))
-        except Exception as error:  # handed to the consumer, whatever it is
+        except BaseException as error:  # handed to the consumer, whatever it is
             put((None, error))
 
     thread = threading.Thread(target=work, daemon=True)

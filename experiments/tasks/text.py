@@ -57,12 +57,14 @@ def read_text(files: Sequence[Path] = (), limit: int | None = None) -> Text:
     return Text(array, source, hashlib.sha256(kept).hexdigest())
 
 
-def documents(paths: Sequence[Path]) -> Iterator[np.ndarray]:
-    """The bytes of every file, those of a directory by name."""
+def documents(paths: Sequence[Path], *, beside: Path | None = None) -> Iterator[np.ndarray]:
+    """Read the bytes of every file, those of a directory by name; leave out those in `beside`."""
+    left_out = None if beside is None else beside.resolve()
     for path in paths:
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in files:
-            yield np.frombuffer(file.read_bytes(), np.uint8)
+            if left_out is None or left_out not in file.resolve().parents:
+                yield np.frombuffer(file.read_bytes(), np.uint8)
 
 
 def read_shuffled(paths: Sequence[Path], limit: int) -> Text:

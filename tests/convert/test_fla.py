@@ -211,6 +211,15 @@ def test_an_index_and_its_files_must_agree(tmp_path):
         load_fla(path)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/x.safetensors", 3, ["a"]])
+def test_an_index_names_files_of_its_own_directory(tmp_path, name):
+    path = write(tmp_path / "x", CONFIGS["delta_net"], random_tensors("delta_net"), shards=2)
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ValueError, match="must name files of this directory"):
+        load_fla(path)
+
+
 def test_float64_is_not_rounded_silently(tmp_path):
     tensors = {n: x.astype(np.float64) for n, x in random_tensors("delta_net").items()}
     path = write(tmp_path / "x", CONFIGS["delta_net"], tensors)

@@ -76,6 +76,75 @@ def test_what_is_no_corpus_is_refused(tmp_path, corpus):
         Corpus.open(tmp_path, 8)
 
 
+def _ends(values):
+    return np.asarray(values, np.int64).tobytes()
+
+
+GOOD = np.cumsum(LENGTHS)
+DAMAGED = {
+    "cut": (_ends(GOOD[:-1]), "the last of its ends must be 140"),
+    "torn": (_ends(GOOD)[:-3], "ends.bin has 61 bytes"),
+    "empty": (b"", "ends.bin has 0 bytes"),
+    "falling": (_ends([5, 3, *GOOD[2:]]), "must rise from 0"),
+    "negative": (_ends([-1, *GOOD[1:]]), "must rise from 0"),
+    "of-another": (_ends([5, 6, *GOOD[2:]]), "checksum"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_ends_are_refused(tmp_path, corpus, name):
+    data, message = DAMAGED[name]
+    (tmp_path / "ends.bin").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        Corpus.open(tmp_path, 8)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"dtype": "f4", "tokens": 140, "largest": 1}'])
+def test_damaged_descriptions_are_refused(tmp_path, corpus, text):
+    (tmp_path / "corpus.json").write_text(text)
+    with pytest.raises(ValueError, match=r"corpus\.json"):
+        Corpus.open(tmp_path, 8)
+
+
+def test_tokens_beyond_the_largest_are_refused_when_they_are_read(corpus):
+    with pytest.raises(ValueError, match=r"must be in \[0, 5\]"):
+        replace(corpus, largest=5).windows(np.arange(3))
+
+
+def test_a_corpus_that_is_written_again_stays_whole_for_who_has_mapped_it(tmp_path, corpus):
+    before = corpus.windows(np.arange(len(corpus)))
+    write_corpus(tmp_path, [np.asarray([7])])
+    after = corpus.windows(np.arange(len(corpus)))
+    np.testing.assert_array_equal(before.tokens, after.tokens)
+    assert len(Corpus.open(tmp_path, 1)) == 1
+
+
+def test_an_interrupted_rewrite_leaves_the_corpus_as_it_was(tmp_path, corpus):
+    def documents():
+        yield np.asarray([1, 2, 3])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path, documents())
+    again = Corpus.open(tmp_path, 8)
+    np.testing.assert_array_equal(again.tokens, corpus.tokens)
+
+
+def test_packing_a_directory_leaves_its_own_output_out(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    options = PackText(out=tmp_path / "corpus", files=(tmp_path,))
+    assert [run_pack_text(options) for _ in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_prefetching_raises_what_ends_a_program(error):
+    def make(step):
+        raise error
+
+    with pytest.raises(error):
+        next(prefetch(make, range(2)))
+
+
 def test_prefetching_keeps_the_order_and_stays_within_its_depth():
     made = []
 

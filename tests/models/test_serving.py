@@ -38,6 +38,37 @@ def test_requests_of_different_lengths_equal_each_alone(model):
         assert request.tokens == row[: request.num_tokens].tolist()
 
 
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_step_that_was_interrupted_is_made_again(model, step):
+    """Neither a token nor the reset of a slot is lost."""
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 8]]
+    results = []
+    for broken in (False, True):
+        server = Server(model, 2, prefill=2)
+        requests = [server.submit(prompt, 3) for prompt in prompts]
+        advance, calls = server._advance, iter(range(1000))
+
+        def interrupted(*arguments, advance=advance, calls=calls, broken=broken):
+            if next(calls) == step and broken:
+                raise KeyboardInterrupt
+            return advance(*arguments)
+
+        server._advance = interrupted
+        if broken:
+            with pytest.raises(KeyboardInterrupt):
+                server.run()
+        server.run()
+        results.append([request.tokens for request in requests])
+    assert results[0] == results[1]
+
+
+def test_requests_are_compared_by_identity(model):
+    server = Server(model, 1)
+    first, second = (server.submit([1, 2], 1) for _ in range(2))
+    assert first != second
+    assert len({first, second}) == 2
+
+
 def test_wrong_requests_are_named(model):
     server = Server(model, 1)
     with pytest.raises(ValueError, match="`prompt` must be integers"):
