@@ -1,11 +1,13 @@
 """Checkpoints of a training run: written atomically, found again after a kill."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
 
+from deltanet_jax.core import checks
 from deltanet_jax.models.config import DeltaNetConfig
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
 
@@ -17,6 +19,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["Checkpoints"]
+
+PARTS = ("state", "config")  # of a whole checkpoint
 
 
 class Checkpoints:
@@ -42,23 +46,44 @@ class Checkpoints:
             directory: Directory of the checkpoints.
             keep: Number of the newest checkpoints to keep.
         """
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1; got {keep}")
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
+        self._keep = checks.whole("keep", keep, least=1)
         self.directory = Path(directory).resolve()
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._writes = False
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Open the directory; a writer removes what interrupted saves left, a reader nothing."""
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=self._writes,
+        )
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def _steps(self) -> list[int]:
+        """Return the steps whose checkpoints are whole; warn of others."""
+        whole: list[int] = []
+        torn: list[int] = []
+        for step in sorted(self._manager.all_steps()):
+            parts = all((self.directory / str(step) / part).is_dir() for part in PARTS)
+            (whole if parts else torn).append(step)
+        if torn:
+            warnings.warn(f"{self.directory}: incomplete steps are ignored: {torn}", stacklevel=3)
+        return whole
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint, or `None` if there is none."""
-        step: int | None = self._manager.latest_step()
-        return step
+        return max(self._steps(), default=None)
 
     def save(
         self, step: int, model: DeltaNetLM, optimizer: "nnx.Optimizer[DeltaNetLM] | None" = None
     ) -> None:
         """Write a checkpoint of this step; returns when it is complete."""
+        step = checks.whole("step", step, least=0)
+        if not self._writes:
+            self._writes = True
+            self._manager.close()
+            self._manager = self._open()
         saved = self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -119,8 +144,9 @@ class Checkpoints:
         return step
 
     def _step(self, step: int | None) -> int:
-        found = self.latest_step() if step is None else step
-        if found is None or found not in self._manager.all_steps():
+        steps = self._steps()
+        found = max(steps, default=None) if step is None else checks.whole("step", step, least=0)
+        if found is None or found not in steps:
             wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
             raise FileNotFoundError(f"{self.directory} does not hold {wanted}")
         return found

@@ -112,3 +112,35 @@ def test_a_kill_while_writing_leaves_the_last_complete_checkpoint(tmp_path):
         assert checkpoints.restore(model, optimizer) == 1
         checkpoints.save(2, model, optimizer)
         assert checkpoints.latest_step() == 2
+
+
+def test_readers_leave_what_a_writer_is_writing(tmp_path):
+    """Opening, asking and closing removes nothing; the first save of a writer cleans up."""
+    model = DeltaNetLM(CONFIG, rngs=nnx.Rngs(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, model)
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp-7"
+    unfinished.mkdir()
+    with Checkpoints(tmp_path) as reader:
+        assert reader.latest_step() == 1
+        assert reader.load_config() == CONFIG
+    assert unfinished.exists()
+    with Checkpoints(tmp_path) as writer:
+        writer.save(3, model)
+    assert not unfinished.exists()
+
+
+def test_a_torn_step_is_passed_over_with_a_warning(tmp_path):
+    model = DeltaNetLM(CONFIG, rngs=nnx.Rngs(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, model)
+    (tmp_path / "3").mkdir()
+    with Checkpoints(tmp_path) as checkpoints, pytest.warns(match=r"incomplete steps .* \[3\]"):
+        assert checkpoints.restore(model) == 2
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
+def test_a_step_is_a_whole_number(tmp_path, step):
+    model = DeltaNetLM(CONFIG, rngs=nnx.Rngs(0))
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match="`step` must be"):
+        checkpoints.save(step, model)
