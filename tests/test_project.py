@@ -2,20 +2,31 @@
 
 import ast
 import importlib.metadata
+import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import deltanet_jax
 from deltanet_jax._version import __version__
 
 ROOT = Path(deltanet_jax.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
-NAMES = [str(path.relative_to(ROOT)) for path in SOURCES]
-each_source = pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+PRIVATE = re.compile(r"os\.environ|getenv|jax\._src|jaxlib\._")
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def public_names(path: Path) -> tuple[list[str], bool]:
+    """Return the public functions and classes of a module, and whether it has `__all__`."""
+    body = ast.parse(path.read_text()).body
+    defined = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    targets = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
+    assigned = {t.id for t in targets if isinstance(t, ast.Name)}
+    return [name for name in defined if not name.startswith("_")], "__all__" in assigned
 
 
 def test_version_is_that_of_the_distribution():
@@ -38,34 +49,20 @@ def test_import_needs_only_the_runtime_dependencies():
     assert run.stdout.strip() == "[]"
 
 
-@each_source
-def test_source_reads_no_environment_and_nothing_private_to_jax(path):
-    text = path.read_text()
-    found = [word for word in ("os.environ", "getenv", "jax._src", "jaxlib._") if word in text]
-    assert found == []
+def test_source_reads_no_environment_and_nothing_private_to_jax():
+    found = {path.name: PRIVATE.findall(path.read_text()) for path in SOURCES}
+    assert {name: words for name, words in found.items() if words} == {}
 
 
-@each_source
-def test_source_is_short(path):
-    limit = 600 if "kernels" in path.parts else 400
-    assert len(path.read_text().splitlines()) <= limit
+def test_source_is_short():
+    limits = {path: 600 if "kernels" in path.parts else 400 for path in SOURCES}
+    assert {p.name: n for p, most in limits.items() if (n := lines_of(p)) > most} == {}
 
 
 def test_median_source_is_short():
-    lengths = [n for path in SOURCES if (n := len(path.read_text().splitlines())) > 1]
-    assert statistics.median(lengths) <= 150
+    assert statistics.median(n for path in SOURCES if (n := lines_of(path)) > 1) <= 150
 
 
-@each_source
-def test_module_lists_its_public_names(path):
-    tree = ast.parse(path.read_text())
-    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    public = [n.name for n in defined if not n.name.startswith("_")]
-    assigned = {
-        t.id
-        for n in tree.body
-        if isinstance(n, ast.Assign)
-        for t in n.targets
-        if isinstance(t, ast.Name)
-    }
-    assert not public or "__all__" in assigned, f"{path.name} defines {public} and no __all__"
+def test_modules_list_their_public_names():
+    modules = {path: public_names(path) for path in SOURCES}
+    assert {p.name: names for p, (names, listed) in modules.items() if names and not listed} == {}

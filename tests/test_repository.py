@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,15 @@ def test_the_changelog_is_open_at_its_top():
 def test_urls_are_placeholders_that_say_so():
     urls = [*PROJECT["urls"].values(), (ROOT / "CITATION.cff").read_text()]
     assert [url for url in urls if "PLACEHOLDER" not in url] == []
+
+
+STRAY = ["a.swp", ".a.swo", "a~", "a.orig", "a.rej", ".DS_Store", "Thumbs.db", "a.pyc"]
+
+
+def test_the_source_distribution_leaves_out_files_of_editors_and_desktops():
+    lines = [line.partition("#")[0] for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    left_out = [
+        word for line in lines if line.startswith("global-exclude") for word in line.split()
+    ]
+    kept = [name for name in STRAY if not any(fnmatch(name, pattern) for pattern in left_out)]
+    assert kept == []
