@@ -96,7 +96,7 @@ def _one_token(
 def _one_token_why_not(problem: Problem) -> str | None:
     from deltanet_jax.kernels import mosaic_gpu
 
-    return mosaic_gpu.why_not_one_token(problem)
+    return mosaic_gpu.why_not_compile_one_token() or mosaic_gpu.why_not_one_token(problem)
 
 
 ONE_TOKEN = partial(_one_token, in_place=False)

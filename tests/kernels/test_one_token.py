@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from deltanet_jax import step
 from deltanet_jax.kernels import mosaic_gpu
+from deltanet_jax.kernels.mosaic_gpu import support
 from deltanet_jax.ops import dispatch
 from tests.kernels import gpu_problems
 from tests.kernels.test_mosaic_gpu import interpreted
@@ -131,6 +132,9 @@ def test_step_takes_the_kernel_on_a_gpu_alone(monkeypatch):
     choose, traced = dispatch.choose_for_one_token, []
     assert choose(problem(x)) is dispatch.IMPLEMENTATIONS["recurrent"].algorithm
     monkeypatch.setattr(dispatch, "_platform", lambda problem: "gpu")
+    monkeypatch.setattr(support, "DECODE_BEFORE_JAX", jax.__version_info__)
+    assert choose(problem(x)) is dispatch.IMPLEMENTATIONS["recurrent"].algorithm
+    monkeypatch.setattr(support, "DECODE_BEFORE_JAX", (99,))
     jax.eval_shape(lambda x: traced.append(choose(problem(x))), x)
     assert traced == [dispatch.ONE_TOKEN_IN_PLACE]
     assert choose(problem(x)) is dispatch.ONE_TOKEN

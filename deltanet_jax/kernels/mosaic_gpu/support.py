@@ -5,13 +5,15 @@ import jax
 from deltanet_jax.core.problem import Problem
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
-__all__ = ["LOWEST_GATE", "why_not", "why_not_one_token"]
+__all__ = ["LOWEST_GATE", "why_not", "why_not_compile_one_token", "why_not_one_token"]
 
 LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
 FIELDS = ("q", "k", "v", "g", "beta")  # per-token arrays that the kernels take
 HEAD_DIMS = (64, 128, 256)
 LARGEST_BESIDE_CHANNELS = 128  # beside a gate per key channel
 OLDEST_JAX = (0, 11, 2)
+# From here on Mosaic GPU refuses the decoding kernel's loads of parts of a cache line.
+DECODE_BEFORE_JAX = (0, 12)
 
 
 def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
@@ -49,6 +51,14 @@ def why_not_one_token(problem: Problem) -> str | None:
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         return f"the decoding kernel needs head sizes in {HEAD_DIMS}; got K={K}, V={V}"
     return _why_not_here()
+
+
+def why_not_compile_one_token() -> str | None:
+    """Return why the compiler refuses the decoding kernel, or `None`; the interpreter runs it."""
+    if jax.__version_info__ < DECODE_BEFORE_JAX:
+        return None
+    wanted = ".".join(map(str, DECODE_BEFORE_JAX))
+    return f"the decoding kernel compiles before jax {wanted}; this is {jax.__version__}"
 
 
 def _why_not_here() -> str | None:
