@@ -55,8 +55,7 @@ class LayerOptions:
         for name in ("hidden_size", "num_heads", "dpfp_nu"):
             checks.whole(name, getattr(self, name), least=1)
         for name in ("head_dim", "num_v_heads", "conv_size"):
-            if getattr(self, name) is not None:
-                checks.whole(name, getattr(self, name), least=1)
+            checks.optional(checks.whole, name, getattr(self, name), least=1)
         for name in ("use_beta", "allow_neg_eigval", "use_output_gate"):
             checks.flag(name, getattr(self, name))
         checks.choice("gate", self.gate, GATES)

@@ -53,8 +53,7 @@ class DeltaNetConfig(LayerOptions):
         super().__post_init__()
         for name in ("vocab_size", "num_layers"):
             checks.whole(name, getattr(self, name), least=1)
-        if self.mlp_size is not None:
-            checks.whole("mlp_size", self.mlp_size, least=1)
+        checks.optional(checks.whole, "mlp_size", self.mlp_size, least=1)
         checks.flag("tie_embeddings", self.tie_embeddings)
         for name in ("dtype", "param_dtype"):
             if name == "param_dtype" or self.dtype is not None:

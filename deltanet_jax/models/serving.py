@@ -150,7 +150,7 @@ class Server:
             self._cache = _reset(self._cache, self._fresh)
         sampled, cache = self._advance(self._state, self._cache, tokens, counts, key)
         result = np.asarray(sampled)
-        # Nothing has changed before this: a step that was interrupted can be made again.
+        # No request has changed before this: what interrupts the step loses none of its tokens.
         self._key, self._cache = next_key, cache
         self._fresh[:] = False
         for request, count in zip(self.slots, counts, strict=True):

@@ -33,19 +33,8 @@ def check_array(
         raise ValueError(f"`{name}` must be an array {axes}; got {type(x).__name__}")
     if str(x.dtype) not in DTYPES:
         raise ValueError(f"`{name}` must have a dtype of {', '.join(DTYPES)}; got {x.dtype}")
-    _check_shape(name, x.shape, axes, shape)
+    checks.check_shape(name, x.shape, axes, shape)
     return jnp.asarray(x)
-
-
-def _check_shape(
-    name: str, got: tuple[int, ...], axes: str, shape: tuple[int | None, ...] | None
-) -> None:
-    rank = axes.count(",") + 1
-    if len(got) != rank:
-        raise ValueError(f"`{name}` must have shape {axes}; got {got}")
-    if shape is not None and any(w not in (None, n) for w, n in zip(shape, got, strict=True)):
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"`{name}` must have shape {axes} = [{wanted}]; got {got}")
 
 
 def check_decay(name: str, g: jax.Array) -> None:
@@ -70,9 +59,7 @@ def check_strength(name: str, beta: jax.Array) -> None:
 
 def canonical_chunk_size(chunk_size: object) -> int | None:
     """Return a positive `int`, or `None`."""
-    if chunk_size is None:
-        return None
-    return checks.whole("chunk_size", chunk_size, least=1)
+    return checks.optional(checks.whole, "chunk_size", chunk_size, least=1)
 
 
 def canonical_scale(scale: object, K: int) -> float:
@@ -118,8 +105,7 @@ def _canonical_reset(segment_ids: object, B: int, T: int) -> jax.Array | None:
     """True where a token's segment differs from that of the token before it."""
     if segment_ids is None:
         return None
-    ids = checks.integers("segment_ids", segment_ids, "[B, T]")
-    _check_shape("segment_ids", ids.shape, "[B, T]", (B, T))
+    ids = checks.integers("segment_ids", segment_ids, "[B, T]", (B, T))
     return jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])[:, :T]
 
 

@@ -31,8 +31,6 @@ __all__ = [
 
 Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
 Implementation = str | Algorithm
-
-
 WhyNot = Callable[[Problem, int | None], str | None]
 
 SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
@@ -231,8 +229,9 @@ def _choose_first(
 ) -> Algorithm:
     if not candidates:
         raise ValueError("`implementation` must name at least one candidate; got an empty sequence")
+    rows = [_lookup(name) for name in candidates]  # a wrong name fails, though it comes last
     reasons = []
-    for name, row in [(name, _lookup(name)) for name in candidates]:
+    for name, row in zip(candidates, rows, strict=True):
         reason = row.reason_as_candidate(problem, chunk_size)
         if reason is None:
             return row.algorithm
