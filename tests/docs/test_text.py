@@ -10,7 +10,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 FOLDERS = ["deltanet_jax", "experiments", "examples", "benchmarks", "tests", "docs"]
 SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
-SOURCES = [p for p in SOURCES if "mosaic_gpu" not in p.parts]  # whose rewriting is under way
 # A genitive or a bare pronoun: the reader must first find out what the sentence is about.
 FIRST_WORDS = re.compile(r"(Of|What|Whoever|That of|Those|The one)\b")
 WIDTH = 100

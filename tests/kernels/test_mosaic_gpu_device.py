@@ -96,7 +96,7 @@ def test_the_gradient_of_very_strong_gates():
 def test_the_hardest_keys_stay_within_8e_3(size, heads, gate):
     sizes = {"H": heads, "HV": heads, "K": size, "V": size}
     found = errors(mosaic_gpu.chunkwise, inputs(**HARDEST | sizes, gate=gate))
-    # Most of the gradient of `g` cancels: its error depends on the inputs (`docs/gpu.md`).
+    # Most of the gradient of `g` cancels: its error depends on the inputs (`docs/accuracy.md`).
     assert found.pop("dg", 0.0) <= TOLERANCES["bfloat16"].gradient
     assert max(found.values()) <= 8e-3, found
 

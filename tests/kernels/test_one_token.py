@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize("in_place", [False, True], ids=["new-array", "in-
 
 
 def inputs(**sizes):
-    """One token; a gate per key channel if `channels`."""
+    """Draw one token; with a vector gate if `channels`."""
     channels = sizes.pop("channels", False)
     x = gpu_problems.inputs(**{"B": 2, "T": 1, "dtype": "float32"} | sizes)
     if channels:

@@ -4,8 +4,8 @@
 
     S' = M S + R        G' = M^T G + H
 
-As in `forward`, `S^T` has one column of V to a row, so that it is the left operand of the next
-product straight from registers. Products of 16-bit pairs (three of them) keep 16 bits of mantissa.
+As in `run_states`, `S^T` has one column of V to a row, so that it is the left operand of the next
+product straight from registers. Products of split pairs (three of them) keep 16 bits of mantissa.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ STAGES = 3  # maps in shared memory, 192 KiB at K = 128
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about one launch; a program is WIDTH columns of one head."""
+    """Everything static about one launch; a thread block has WIDTH columns of one head."""
 
     pieces: int
     heads: int  # value heads
@@ -80,15 +80,15 @@ def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
 
 
 def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=None):
-    """What enters every piece, from what enters the first one (the last if `reverse`).
+    """Return the state that enters every piece, from that of the first (the last if `reverse`).
 
     Args:
         first: `[B, HV, K, V]` float32, K up to 128.
-        maps: The high and the low half of `M` of every piece, each `[B * P, HV, K, K]` bfloat16.
+        maps: The split (high, low) pair of `M` of every piece, each `[B * P, HV, K, K]` bfloat16.
         offsets: `R`, or `H` if `reverse`, of every piece, `[B * P, HV, K, V]` float32, or more
             columns, of which the first V are read.
         pieces: P.
-        reverse: Whether cotangents go from the last piece to the first.
+        reverse: Whether state gradients go from the last piece to the first.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The gradients of q, k and a gate per key channel, from those of the chunks' operands.
+"""The gradients of q, k and a vector gate, from those of the chunks' operands.
 
-With the decayed rows `q' = f q`, `k' = f k` of one block size of `ladder`, `f` its factor, and the
-pairs of that size of the cotangents `A = dscores` and `M = doverlaps`::
+With the decayed rows `q' = f q`, `k' = f k` of one block size of `channel_decay`, `f` its factor,
+and the pairs of that size of the gradients `A = dscores` and `M = doverlaps`::
 
     dq' = A k'        dk' = A^T q' + M k' + M^T k'
     dq += f dq'       dk += f dk'        dlog f = q' * dq' + k' * dk'
@@ -42,7 +42,7 @@ SQUARE = (CHUNK, CHUNK)
 
 @dataclasses.dataclass(frozen=True)
 class Plan(ChunkPlan):
-    """A program is one chunk of one head."""
+    """Static values of a launch; a thread block has one chunk of one head."""
 
     @property
     def cotangents(self) -> tuple[str, ...]:
@@ -75,9 +75,9 @@ def _scratch(plan: Plan):
 
 
 def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
-    """Makes a tile of the pairs of each size between blocks of 16; returns those within.
+    """Make a tile of the pairs of each size between blocks of 16; return those within.
 
-    The cotangents of all pairs arrive in the tile of the smallest of these sizes.
+    The gradients of all pairs arrive in the tile of the smallest of these sizes.
     """
     first, *_ = channel_decay.BETWEEN
     x = smem.matrix(buffers[f"{name}{first}"])
@@ -119,7 +119,7 @@ def _level_between(plan: Plan, buffers, size: int, queries, keys):
 
 
 def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
-    """The share of the operands that meet states; returns gradients of the whole chunk's sums."""
+    """Differentiate the operands that meet states; return gradients of the whole chunk's sums."""
     through, after = blocks.from_start, blocks.to_end
 
     def rounded(x):
@@ -141,7 +141,7 @@ def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
 def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) -> dict:
     """The gradients of 32 channels of q, k and g by name.
 
-    Calls `wait_cotangents` before the cotangents are read, and `load_next` when nothing reads q,
+    Calls `wait_cotangents` before those gradients are read, and `load_next` when nothing reads q,
     k and g any more.
     """
     exchange = functools.partial(warp.exchanged, interpret=plan.interpret)
@@ -192,7 +192,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
 
 
 class _Chunk(NamedTuple):
-    """Where the chunk of a program is."""
+    """Position of the chunk of a thread block."""
 
     batch: jax.Array
     chunk: jax.Array
@@ -205,7 +205,7 @@ class _Chunk(NamedTuple):
 
 
 def _load_keys(plan: Plan, refs, buffers, loaded, own: _Chunk, at) -> None:
-    """Issues the loads of 32 channels that come first."""
+    """Issue the loads of 32 channels that come first."""
     shared = own.channels(at, lax.div(own.head, plan.group))
     places = {"g": own.channels(at), "q": shared, "k": shared, "kept": (*own, shared[-1])}
     for name, place in places.items():
@@ -213,7 +213,7 @@ def _load_keys(plan: Plan, refs, buffers, loaded, own: _Chunk, at) -> None:
 
 
 def _panels(plan: Plan, refs, buffers, loaded, own: _Chunk) -> list[jax.Array]:
-    """Loads the cotangents of pairs, and makes the tiles of those between blocks of 16."""
+    """Load the gradients of pairs, and make the tiles of those between blocks of 16."""
     first, *_ = channel_decay.BETWEEN
     for name in plan.pairs:
         source = refs[name].at[tuple(own)]
@@ -235,7 +235,7 @@ def _body(plan: Plan, names, *args):
 
     def step(at, _):
         tile = placed()
-        # The gradients of q and k leave through tiles of cotangents, which were read.
+        # The gradients of q and k leave through tiles that were read.
         leave = {"dq": tile["queries"], "dk": tile["writes"], "dg": tile["dg"]}
 
         def load_next():
@@ -273,7 +273,7 @@ def chunk_gradients(q, k, g, cotangents, *, delta, interpret=None):
         q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         k: The same shape.
         g: Log-decay, `[B, T, HV, K]` float32; -inf forgets.
-        cotangents: What `chunk_cotangents` returned.
+        cotangents: The result of `chunk_cotangents`.
         delta: Whether there is the delta rule.
         interpret: Interpreter parameters, or `None` for the device.
 

@@ -1,4 +1,4 @@
-"""Cotangents of what `decayed_chunks` made, for all chunks in parallel.
+"""Gradients of the results of `decayed_chunks`, for all chunks in parallel.
 
 Rows of one chunk, `S` its incoming state, `G = dL/dS'` of its outgoing state over `scale`, `u` its
 corrected values (`v` without the delta rule)::
@@ -37,7 +37,7 @@ SQUARE = (CHUNK, CHUNK)
 
 @dataclasses.dataclass(frozen=True)
 class Plan(ChunkPlan):
-    """A program is one chunk of one head."""
+    """Static values of a launch; a thread block has one chunk of one head."""
 
     value_dim: int
     scale: float
@@ -79,7 +79,7 @@ def _scratch(plan: Plan):
 
 
 def _settle() -> None:
-    """All warps are past their products, and no store reads shared memory any more."""
+    """Wait until all warps are past their products, and no store reads shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -90,7 +90,7 @@ def _dot_rows(x, y) -> jax.Array:
 
 
 def _pairs(plan: Plan, refs, buffers, loaded, place, name: str, x: jax.Array, factor: float):
-    """Stores `factor * x * beta_j`; returns the diagonal of `forward^T x`, with the delta rule."""
+    """Store `factor * x * beta_j`; return the diagonal of `forward^T x`, with the delta rule."""
     weighted = x * factor
     if "beta" in buffers:
         weighted *= smem.over_columns(smem.column(buffers["beta_column"]), SQUARE)
@@ -184,18 +184,18 @@ def _body(plan: Plan, names, *args):
 
 
 def chunk_cotangents(made, beta, u, do, dv, states, cotangents, *, scale, interpret=None):
-    """Cotangents of what `decayed_chunks` returned, and of beta.
+    """Compute gradients of the results of `decayed_chunks`, and of beta.
 
     Args:
         made: `writes`, `scores` and `overlaps` by name.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule; then only the next five
             count, without `dv`.
         u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
-        do: Cotangent of the outputs, `[B, T, HV, V]`.
+        do: Gradient of the outputs, `[B, T, HV, V]`.
         dv: Gradient of the values, `[B, T, HV, V]`.
         states: State entering each chunk, `[B, N, HV, K, V]`.
-        cotangents: Of the state leaving each chunk, over `scale`: the `planes` by name, each
-            `[B, T, HV, K]`.
+        cotangents: Gradient of the state leaving each chunk, over `scale`: the `planes` by name,
+            each `[B, T, HV, K]`.
         scale: Factor on `q`.
         interpret: Interpreter parameters, or `None` for the device.
 

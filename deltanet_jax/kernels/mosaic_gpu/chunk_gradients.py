@@ -1,8 +1,8 @@
-"""Gradients of every chunk in parallel, once the states and their cotangents are known.
+"""Gradients of every chunk in parallel, once the states and their gradients are known.
 
 Rows of one chunk, `S` its incoming state, `G = dL/dS'` of its outgoing state over `scale`,
 `u = (I + L)^-1 (v - exp(b) k S)` its corrected values (`v` without the delta rule), `D_ij =
-exp(b_i - b_j)`; `dv` comes from the serial kernel::
+exp(b_i - b_j)`; `dv` comes from `reverse_states`::
 
     Y = tril(D * (do u^T))                       X = stril(D * (dv u^T))
     dq = scale * (exp(b) do S^T + (Y beta_j) k)
@@ -18,11 +18,11 @@ one and against it in the row of the earlier one. Both are taken from the same 1
 that where gates are strong nothing is left but what the state carries. In bfloat16 these are `Y
 beta_j`, `X beta_j` and `k`, and `beta W` is summed in the place of `W`; a beta nearer to 0 than
 `SMALLEST_BETA` is replaced by it, so that `W` is known. With a gate the tiles of pairs are two
-each, of the high and the low halves: where keys are alike, the roundings of `X` alone would be
+each, a split (high, low) pair: where keys are similar, the roundings of `X` alone would be
 most of the error of that sum. In float16, which has no room for small weights, the tiles are `Y`,
 `X` and `beta k`.
 
-A persistent program per multiprocessor walks over (batch, run of chunks, head, block of K). The
+A persistent thread block per SM walks over (batch, run of chunks, head, block of K). The
 first state of a run is loaded, the next one made in its place: `S' = exp(b_C) S + (beta exp(b_C -
 b) k)^T u`. One warpgroup computes `Y`, `X`, `dq` and these states, one `dk`; the third only issues
 loads, each tile's next load as soon as both have used it, because the kernel is bound by memory
@@ -52,7 +52,7 @@ SMALL_BETA = 1 / 128
 SMALLEST_BETA = 2.0**-64
 # The share of `diag(dv u^T) / beta` in the gradient of beta, beside that of `rowsum(k * W)`. Their
 # rounding errors are nearly independent: on layer-like inputs those of the other are smaller by a
-# quarter, where keys are alike 2.5 times as large (`docs/gpu.md`).
+# quarter, where keys are similar 2.5 times as large (`docs/accuracy.md`).
 DIAGONAL = 0.85
 GATE_PARTS = ("db_q", "db_k", "overlap", "db_write")  # what `gate_gradient` adds up
 
@@ -82,7 +82,7 @@ def _scratch(plan: Plan):
         buffers |= dict.fromkeys(GATE_PARTS, vector)
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
-    # Few barriers of many places: the turns that a warpgroup counts are bits of one register.
+    # Few barriers of many stages: the phases that a warpgroup counts are bits of one register.
     barriers = {
         arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=len(names))
         for arrivals, names in plan.barriers.items()
@@ -91,7 +91,7 @@ def _scratch(plan: Plan):
 
 
 def _load(plan: Plan, refs, buffers, barriers, place: Place):
-    """Issues the loads of one chunk."""
+    """Issue the loads of one chunk."""
     batch, chunk, head, block = place.locate(plan)
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     keys = pl.ds(block * plan.key_block, plan.key_block)
@@ -134,7 +134,7 @@ def _load(plan: Plan, refs, buffers, barriers, place: Place):
 
 
 def _store(buffers, names, refs, plan: Plan, place: Place):
-    """Sends finished tiles and vectors to memory."""
+    """Send finished tiles and vectors to memory."""
     batch, chunk, head, block = place.locate(plan)
     keys = pl.ds(block * plan.key_block, plan.key_block)
     plgpu.commit_smem()
@@ -185,7 +185,7 @@ def _divisor(beta: jax.Array) -> jax.Array:
 
 
 def _weights(plan: Plan, buffers) -> jax.Array | float:
-    """What the products of pairs are multiplied by; above the diagonal anything."""
+    """Return the factor of products of pairs; anything above the diagonal."""
     weights = pairs.pair_decay(buffers) if plan.gated else 1.0
     if plan.weighs_pairs:
         beta = _divisor(smem.column(buffers["beta_column"]))
@@ -194,7 +194,7 @@ def _weights(plan: Plan, buffers) -> jax.Array | float:
 
 
 def _store_pairs(plan: Plan, buffers, name: str, x: jax.Array):
-    """Stores `Y` or `X`, as one tile or as two whose sum it is."""
+    """Store `Y` or `X`, as one tile or as two whose sum it is."""
     if plan.halves:
         buffers[name][...], buffers[f"{name}_low"][...] = lanes.halves(x, interpret=plan.interpret)
     else:
@@ -270,7 +270,7 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
 
 
 def _pair_step(plan: Plan, buffers, x):
-    """Stores `diag(dv u^T)` and `-X / scale`."""
+    """Store `diag(dv u^T)` and `-X / scale`."""
     buffers["diagonal"][...] = lanes.diagonal(x, interpret=plan.interpret)
     x = lanes.masked(x * _weights(plan, buffers), operator.gt, interpret=plan.interpret)
     # Over scale, so that it adds to the products that the scale multiplies.
@@ -470,11 +470,11 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
         u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
-        do: Cotangent of the outputs, `[B, T, HV, V]`.
+        do: Gradient of the outputs, `[B, T, HV, V]`.
         dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
-        states: State entering every `memory.stride`-th chunk, `[B, N', HV, K, V]`.
-        cotangents: Of the state leaving each chunk, over `scale`: the `planes` by name, each
-            `[B, T, HV, K]`. `dq` and `dk` take the place of the first
+        states: State entering every `state_planes.stride`-th chunk, `[B, N', HV, K, V]`.
+        cotangents: Gradient of the state leaving each chunk, over `scale`: the `planes` by name,
+            each `[B, T, HV, K]`. `dq` and `dk` take the place of the first
             two; at V = 64, with one plane, only `dq` does.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
@@ -492,7 +492,7 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
         float(scale), beta is not None, b is not None,
         state_planes.stride(value_dim), 1, interpret is not None,
     )  # fmt: skip
-    # Persistent programs, one for each multiprocessor.
+    # Persistent: one thread block for each SM.
     programs = 2 if interpret else sm_count()
     plan = dataclasses.replace(plan, programs=min(programs, plan.items))
     inputs = {"q": q, "k": k, "u": u, "do": do, "state": states}

@@ -1,4 +1,4 @@
-"""What is static about a launch of `chunk_gradients`, and where its items of work are."""
+"""Static values of a launch of `chunk_gradients`, and the positions of its work items."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def planes(self) -> tuple[tuple[str, ...], ...]:
-        """Of the cotangents, for every block of V."""
+        """Planes of the state gradients, for every block of V."""
         names, each = state_planes.planes_of(self.value_dim), self.value_block // state_planes.WIDTH
         return tuple(names[i : i + each] for i in range(0, len(names), each))
 
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def weighs_pairs(self) -> bool:
-        """Whether `beta` stands on the tiles of pairs."""
+        """Whether the tiles of pairs contain `beta`."""
         return self.delta and self.dtype == jnp.bfloat16
 
     @property
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def weighs_keys(self) -> bool:
-        """Whether it stands on the keys, which rounds once more."""
+        """Whether the keys are multiplied by `beta`, which rounds once more."""
         return self.delta and not self.weighs_pairs
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def runs(self) -> int:
-        """Of chunks from one stored state to the next."""
+        """Number of runs; a run is the chunks from one stored state to the next."""
         return -(-self.chunks // self.stride)
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def barriers(self) -> dict[int, tuple[str, ...]]:
-        """By the arrivals that each waits for.
+        """Names of barriers, by the arrivals that each waits for.
 
         Loads arrive where their tile is named, both warpgroups where they free some, and one of
         them where it is `ready`, or is `free` of, the tile of `Y`, or has `read` a state or `made`
@@ -135,8 +135,8 @@ class Place(NamedTuple):
 
     item: Any
     turn: Any  # chunks of the item before it
-    step: Any  # chunks of the program before it
-    stored: Any  # whether its state is; otherwise it is made from that of the chunk before
+    step: Any  # chunks of the thread block before it
+    stored: Any  # whether its state is; otherwise it is recomputed from the chunk before
     last: Any  # whether the next chunk is of another item
 
     def locate(self, plan: Plan):

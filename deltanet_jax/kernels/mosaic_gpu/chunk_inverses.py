@@ -9,8 +9,8 @@ are `beta u`: every gradient is then free of divisions by `beta`.
 
 The inverse is never formed by powers of `L`. Blocks of 32 rows are inverted in float32; of the
 whole only the block below these two is then new: `-X (L between them) X`.
-Products of 16-bit pairs (high and low halves, three products) keep 16 bits of mantissa, tf32
-would keep 11 in one.
+Products of split (high, low) bfloat16 pairs, three for one, keep 16 bits of mantissa; one in tf32
+would keep 11.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def programs(self) -> int:
-        """That stay, each on every so-many-th item: as many as the multiprocessors hold at once."""
+        """Thread blocks of the persistent kernel: as many as the SMs hold at once."""
         programs = 2 if self.interpret else RESIDENTS[self.key_dim] * sm_count()
         return min(self.items, programs)
 
@@ -77,7 +77,7 @@ class Plan:
 
 
 def inverse_buffers(dtype, *count: int) -> dict:
-    """What `store_inverse` needs in shared memory, `count` times."""
+    """Return the shared memory that `store_inverse` needs, `count` times."""
     half = smem.tile(*count, HALF, HALF, dtype=jnp.bfloat16)
     buffers = {"below_high": half, "below_low": half, "low": half}
     if dtype != jnp.bfloat16:
@@ -88,12 +88,12 @@ def inverse_buffers(dtype, *count: int) -> dict:
 
 
 def _product(x, y, interpret=None) -> jax.Array:
-    """`x y` of two pairs, `[C, 32]`."""
+    """Multiply two split pairs, `[C, 32]`."""
     return mma.product((CHUNK, HALF), *mma.of_halves(x, y), interpret=interpret)
 
 
 def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
-    """Stores `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
+    """Store `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
 
     Nothing of `buffers` may be in use before, nor change until the inverse has been read.
     `commit_smem` is the caller's.
@@ -124,7 +124,7 @@ def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
 
 
 def copy_inverse(halves: tuple, out) -> None:
-    """Sends a stored inverse to `out`, `[C, C]` in device memory."""
+    """Send a stored inverse to `out`, `[C, C]` in device memory."""
     for at, half in enumerate(halves):
         plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
 
@@ -132,7 +132,7 @@ def copy_inverse(halves: tuple, out) -> None:
 def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
     """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything.
 
-    `meanwhile` is called when the product has been started.
+    `meanwhile` is called once the product is started, so that it is overlapped with it.
     """
     x = pairs.overlaps(tile, "k", meanwhile)
     x *= smem.over_columns(-smem.column(tile["beta"]), x.shape)
@@ -146,7 +146,7 @@ def _body(plan: Plan, names, *args):
     rounds = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
     def place(i):
-        """Batch, chunk and head of the i-th item of this program."""
+        """Batch, chunk and head of the i-th item of this thread block."""
         item = program + i * plan.programs
         head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
         return lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head

@@ -1,4 +1,4 @@
-"""What launches that treat all chunks in parallel have in common."""
+"""Common parts of launches that treat all chunks in parallel."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ class ChunkPlan:
 
 
 def decayed_shapes(plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a chunk's operands that a gate per key channel decayed, or of their cotangents."""
+    """Return shapes of a chunk's operands decayed by a vector gate, or of their gradients."""
     shape = jax.ShapeDtypeStruct
     chunk = plan.batch, plan.chunks, plan.heads
     keys = shape((plan.batch, plan.chunks * CHUNK, plan.heads, plan.key_dim), plan.dtype)

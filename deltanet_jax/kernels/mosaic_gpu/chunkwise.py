@@ -86,7 +86,7 @@ def chunkwise(
 def _gate(problem: Problem) -> jax.Array | None:
     """The log-decay with resets written into it, as `LOWEST_GATE` where gates are summed.
 
-    A gate per key channel is never summed: its exponentials are multiplied, and -inf stays.
+    A vector gate is never summed: its exponentials are multiplied, and -inf stays.
     """
     g = problem.g
     if g is not None:
@@ -138,7 +138,7 @@ def _token_vectors(x: jax.Array) -> jax.Array:
 
 
 def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
-    """What the serial kernels read, from `q`, `k`, `beta` and the gate."""
+    """Prepare what the recurrent kernels read, from `q`, `k`, `beta` and the gate."""
     q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
     if x["g"] is None:
         inverse = None
@@ -152,7 +152,7 @@ def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
 
 
 def _fold(call: Call, tree: Any) -> Any:
-    """Every piece of the sequence as a row of the batch."""
+    """Make every piece of the sequence a row of the batch."""
     return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
 
 
@@ -161,14 +161,14 @@ def _unfold(call: Call, tree: Any) -> Any:
 
 
 def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
-    """What both serial kernels read: q, k, the inverse and the gates by name."""
+    """Return the inputs of both recurrent kernels: q, k, the inverse and the gates by name."""
     q, k = x.get("queries", x["q"]), x.get("keys", x["k"])
     gates = {"beta": x["beta"], "b": x["b"], "channels": x.get("channels")}
     return q, k, x.get("inverse"), gates
 
 
 def _inputs(call: Call, x: Tokens) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """What the kernels read in both directions, and what the forward alone does."""
+    """Return inputs of both directions, and those of the forward alone."""
     inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": None, "b": None, "g": None}
     if x.g is not None and x.g.ndim == 3:
         launch = batched(functools.partial(gate_vectors.gate_vectors, interpret=call.interpret))
@@ -180,7 +180,7 @@ def _inputs(call: Call, x: Tokens) -> tuple[dict[str, Any], dict[str, jax.Array]
 
 
 def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Of the sequences whose pieces have these keys and values."""
+    """Return zero states of the sequences whose pieces have these keys and values."""
     rows, _, heads, value_dim = v.shape
     return jnp.zeros((rows // call.pieces, heads, k.shape[-1], value_dim), jnp.float32)
 
@@ -188,7 +188,7 @@ def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
 def _forward(
     call: Call, x: Tokens, state: jax.Array | None, *, save: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The forward's results, and the inputs of the kernels as the backward reads them."""
+    """Return the forward's results, and the inputs of the kernels as the backward reads them."""
     inputs, exponentials = _inputs(call, x)
 
     def launch(x, exponentials, state):

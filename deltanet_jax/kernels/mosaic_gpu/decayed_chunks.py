@@ -1,17 +1,17 @@
-"""What a gate per key channel turns every chunk into, all chunks in parallel.
+"""The operands of every chunk, decayed by a vector gate, all chunks in parallel.
 
 Rows of one chunk, `P(x, y)_ij = x_i Diag(exp(b_i - b_j)) y_j^T`::
 
     queries = exp(b) q        keys = exp(b) k        writes = exp(b_C - b) k        kept = exp(b_C)
     scores = tril(P(q, k))    M = stril(P(k, k))     T = (I + M beta_j)^-1
 
-With these the serial kernels see no gate but `kept`, which multiplies the rows of the state. The
-decay climbs `ladder`, 32 channels at a time.
+With these the recurrent kernels see no gate but `kept`, which multiplies the rows of the state. The
+decay climbs `channel_decay`, 32 channels at a time.
 
 All products are of single warps. Of tokens in different blocks of 16, the warp of the later block
 computes the scores and that of the earlier one, which would have nothing to do, the overlaps,
-transposed. The warpgroups of a program share nothing: each walks over chunks of its own, and loads
-the next channels while it decays these.
+transposed. The warpgroups of a thread block share nothing: each walks over chunks of its own, and
+loads the next channels while it decays these.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ DISTANCES = {16: (16,), 32: (32, 48)}
 
 @dataclasses.dataclass(frozen=True)
 class Plan(ChunkPlan):
-    """With the walk of each warpgroup over the chunks."""
+    """Static values of a launch, with the walk of each warpgroup over the chunks."""
 
     save: bool  # what the backward needs
 
@@ -55,7 +55,7 @@ class Plan(ChunkPlan):
 
     @property
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """Tiles through which the halves of the columns of pairs of tokens leave."""
+        """Tiles through which the left and right columns of pairs of tokens leave."""
         saved = self.delta and self.save
         return {"scores": ("queries", "writes")} | (
             {"overlaps": ("keys", "spare")} if saved else {}
@@ -67,7 +67,7 @@ class Plan(ChunkPlan):
 
     @property
     def warpgroups(self) -> int:
-        """Of a program, which is alone on its multiprocessor."""
+        """Warpgroups of a thread block, which is alone on its SM."""
         # A thread of three has 168 registers, of two 255. The overlaps and the inverse need more
         # than 168: at (8, 4096, 16, 128) three spilled over 400 bytes and took 0.637 ms on an
         # H200 where two took 0.484; two take 0.402, or less, since the inverse needs less.
@@ -115,13 +115,13 @@ def _scratch(plan: Plan) -> dict:
 
 
 def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
-    """Adds the pairs of one size within blocks of 16 to `[C, 16]`."""
+    """Add the pairs of one size within blocks of 16 to `[C, 16]`."""
     product = warp.block_products(x, y, interpret=plan.interpret)
     return jnp.where(channel_decay.pairs(size, BLOCK), panel + product, panel)
 
 
 def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, jax.Array]:
-    """Adds the pairs of one size from 16."""
+    """Add the pairs of one size from 16."""
     own = queries
     if plan.delta:
         own = warp.odd_rows(queries, keys, size, interpret=plan.interpret)
@@ -134,7 +134,7 @@ def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, j
 
 
 def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
-    """Decays 32 channels, whose gates are `a`.
+    """Decay 32 channels, whose gates are `a`.
 
     Returns what `decayed_chunks` stores of them by name, and `panels` plus their share.
     """
@@ -199,7 +199,7 @@ def _store_pairs(plan: Plan, refs, buffers, place, name: str, x: jax.Array) -> N
 
 
 def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
-    """Stores the pairs of tokens, and the inverse."""
+    """Store the pairs of tokens, and the inverse."""
     _settle()
     _store_pairs(plan, refs, buffers, place, "scores", _whole(panels.scores, panels.between))
     if not plan.delta:
@@ -215,7 +215,7 @@ def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
 
 
 def _settle() -> None:
-    """The stores have read their tiles."""
+    """Wait until the stores have read their tiles."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -278,7 +278,7 @@ def _body(plan: Plan, names, *args):
         between = {x: zero for distances in DISTANCES.values() for x in distances}
         panels = Panels(zero, zero if plan.delta else None, between)
         panels = lax.fori_loop(0, plan.slices, functools.partial(part, i, place), panels)
-        # Asked for again: see `lanes.zero`.
+        # Recomputed: see `lanes.zero`.
         _finish(plan, refs, own_buffers(), loaded, place, panels)
 
     load(0)

@@ -1,9 +1,9 @@
 """The kernel of one token: it reads the state once and writes it once.
 
-A program holds some columns of one head's state in registers: all of their rows, so that both
+A thread block holds some columns of one head's state in registers: all of their rows, so that both
 reads, `k S` and `q S`, are sums over what is there. Nothing passes through shared memory but
-those sums. A load of a program is in flight all at once, and several programs share a
-multiprocessor, which is what hides the latency of the memory.
+those sums. All loads of a thread block are in flight at once, and several thread blocks share an
+SM, which hides the latency of the memory.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["advance"]
 
-WARPS, LANES = 4, 32  # of a program
+WARPS, LANES = 4, 32  # of a thread block
 VECTOR = 4  # floats in one access
-WIDE, NARROW = 32, 16  # columns of a program
+WIDE, NARROW = 32, 16  # columns of a thread block
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about one launch; a program is `width` columns of one head."""
+    """Everything static about one launch; a thread block has `width` columns of one head."""
 
     batch: int
     heads: int  # value heads
@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a program's part of the state."""
+        """Shape of a thread block's part of the state."""
         return self.key_dim, self.width
 
     @property
@@ -55,7 +55,7 @@ class Plan:
 
 
 def plan_for(q, v, g, beta, scale: float) -> Plan:
-    """Wide parts of rows, unless that would leave multiprocessors without a program."""
+    """Choose wide parts of rows, unless that would leave SMs without a thread block."""
     (batch, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
     few = batch * heads * value_dim // WIDE < sm_count()
     gate = None if g is None else {2: "scalar", 3: "vector"}[g.ndim]

@@ -1,10 +1,10 @@
-"""What a gate per head becomes in every chunk, and its gradient.
+"""The vectors of a scalar gate in every chunk, and its gradient.
 
 Of gates raised to `LOWEST_GATE` at least, heads before tokens::
 
     b_i = g_1 + ... + g_i        decay = exp(b)        rest = exp(b_C - b)
 
-A program makes some rows, each of one head in one chunk. On one side memory is contiguous over
+A thread block makes some rows, each of one head in one chunk. On one side memory is contiguous over
 the heads, on the other over the tokens, so it is turned in shared memory; for the rest the threads
 of a row are neighbours in a warp. A thread has all its loads in flight and no loop: XLA would take
 five kernels for the vectors and as many for the gradient, each with little to do.
@@ -39,7 +39,7 @@ from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE
 
 __all__ = ["gate_gradient", "gate_vectors"]
 
-ROWS = 8  # of a program: as many heads as fill what the memory gives at once, 32 bytes
+ROWS = 8  # of a thread block: as many heads as fill what the memory gives at once, 32 bytes
 VECTOR = 4  # tokens of a thread
 LANES = CHUNK // VECTOR  # of a row
 STEP = LANES  # tokens from one access of a thread to the next, on the side of the heads
@@ -47,11 +47,11 @@ PITCH = CHUNK + VECTOR  # from row to row in shared memory: neither access meets
 
 
 def _launch(name: str, by_thread, plain, inputs: dict, outputs: dict, turned, interpret) -> dict:
-    """Runs `by_thread(first row, inputs, outputs, turned)` for some rows in every program.
+    """Run `by_thread(first row, inputs, outputs, turned)` for some rows in every thread block.
 
     Args:
-        name: Of the kernel, in profiles.
-        by_thread: What a thread does.
+        name: Name of the kernel in profiles.
+        by_thread: Work of a thread.
         plain: `(inputs, outputs)`, the same for the interpreter, of all rows.
         inputs: Arrays by name.
         outputs: Shapes by name.
@@ -93,7 +93,7 @@ def _plain_vectors(inputs: dict, results: dict) -> None:
 
 
 def _turned_place(first, thread, heads: int, end: int):
-    """On the side of the heads: where a thread's first number is in shared and in device memory.
+    """Return offsets of a thread's first value in shared and device memory, on the heads' side.
 
     And whether its row exists; for rows past the last one, that one is read.
     """
@@ -179,9 +179,9 @@ def gate_gradient(parts: dict, b: jax.Array, *, scale: float, interpret=None) ->
     """The gradient of `g`: the sum of that of `b` over a token and the later ones of its chunk.
 
     Args:
-        parts: Of the gradient of `b`, `[M, B, N, HV, C]` float32 each, to be summed over M. `db_q`
-            and `db_k` belong to the tokens; `overlap`, times `scale exp(b_C)`, and `db_write`,
-            times `scale`, to the last one, whichever row they are in.
+        parts: Parts of the gradient of `b`, `[M, B, N, HV, C]` float32 each, to be summed over M.
+            `db_q` and `db_k` belong to the tokens; `overlap`, times `scale exp(b_C)`, and
+            `db_write`, times `scale`, to the last one, whichever row they are in.
         b: `[B, N, HV, C]` float32.
         scale: Factor on `q`.
         interpret: Interpreter parameters, or `None` for the device.
@@ -208,7 +208,7 @@ def _plain_gradient(scale: float, refs: dict, results: dict) -> None:
 
 
 def _gradient_rows(shape, blocks: int, scale: float, ctx, first, refs, results, turned) -> None:
-    """As `_vector_rows`, the other way."""
+    """Compute the rows of `gate_gradient` from `first` on, as `_vector_rows` does."""
     from jax.experimental.mosaic.gpu import utils
 
     del ctx

@@ -1,4 +1,4 @@
-"""The decoding kernel for a problem of one token, and what it becomes when differentiated."""
+"""The decoding kernel for a problem of one token, and its derivative."""
 
 import dataclasses
 import functools

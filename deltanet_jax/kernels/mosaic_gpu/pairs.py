@@ -1,4 +1,4 @@
-"""Products of all pairs of tokens of a chunk, decayed by one gate per head."""
+"""Products of all pairs of tokens of a chunk, decayed by a scalar gate."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def decayed(plan, tile, x: jax.Array) -> jax.Array:
 
 
 def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
-    """`x k^T` of a chunk, `x` by name; `meanwhile` is called when it has been started."""
+    """`x k^T` of a chunk, `x` by name; `meanwhile` is overlapped with the product."""
     pair = tile[name], smem.transposed(tile["k"])
     return mma.products(((CHUNK, CHUNK), (pair,)), meanwhile=meanwhile)[0]
 

@@ -1,9 +1,9 @@
-"""What the two serial kernels share: how heads and columns map to programs, and the loads.
+"""Common parts of the two recurrent kernels: heads and columns of a thread block, and loads.
 
 An item of work is the chunks of one head. Columns of V never meet, so each warpgroup owns 64 of
 them and shares `q`, `k` and the inverse with the others of its item; one more warpgroup issues
-loads, one or two chunks ahead, and computes the scores of each chunk. Most programs have one item,
-those of small heads two, which share a multiprocessor and nothing else.
+loads, one or two chunks ahead, and computes the scores of each chunk. Most thread blocks have one
+item, those of small heads two, which share an SM and nothing else.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ class Plan:
     dtype: jnp.dtype
     scale: float
     delta: bool
-    gated: bool  # one gate per head
-    channels: bool  # a gate per key channel, already in the keys and queries but for `kept`
+    gated: bool  # a scalar gate
+    channels: bool  # a vector gate, already in the keys and queries but for `kept`
     save: bool  # what the backward needs
     map_dim: int  # columns after those of V that carry the map of the state
     only_state: bool  # no outputs but the state after the last chunk
-    reverse: bool  # the last chunk comes first, for cotangents
-    columns: int  # warpgroups that compute, each on WIDTH columns of V
+    reverse: bool  # the last chunk comes first, for gradients
+    columns: int  # consumer warpgroups, each on WIDTH columns of V
     vectors: tuple[str, ...]  # loaded with every chunk
     interpret: bool
 
@@ -69,16 +69,16 @@ class Plan:
 
     @property
     def side_by_side(self) -> int:
-        """Items of a program; two programs of one would have fewer registers to share out."""
+        """Items of a thread block: four warpgroups can divide an SM unevenly, two blocks cannot."""
         small = (self.key_dim, self.columns) == (64, 1)
-        # Of a delta rule beside channels' gates, shared memory does not hold two with what is
-        # kept for the backward, nor two of the backward.
+        # With the delta rule and a vector gate, shared memory does not hold two with the
+        # residuals for the backward, nor two of the backward.
         small &= not (self.channels and self.delta and (self.save or self.reverse))
         return 2 if small and self.items > sm_count() else 1
 
     @property
     def stride(self) -> int:
-        """Of the chunks whose incoming state is stored."""
+        """Stride of the chunks whose incoming state is stored."""
         return state_planes.stride(self.value_dim, channels=self.channels)
 
     @property
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def key_tiles(self) -> tuple[str, ...]:
-        """`k` is what reads, and what writes unless there are `writes`."""
+        """Tiles of keys: `k` reads, and writes unless there are `writes`."""
         reads = () if self.channels and not self.delta else ("k",)
         return reads + ("writes",) * self.channels + (() if self.map_dim else ("q",))
 
@@ -111,10 +111,10 @@ class Plan:
 
     @property
     def precise(self) -> bool:
-        """Whether what the inverse is applied to keeps 16 bits of mantissa.
+        """Whether the right operand of the inverse keeps 16 bits of mantissa.
 
-        Gradients of `beta` need it in one direction, where keys are alike; float16 keeps 11 bits
-        as it is. At K = 128 what is saved for them bounds the forward, and the second product
+        Gradients of `beta` need it in one direction, where keys are similar; float16 keeps 11 bits
+        as it is. At K = 128 the stores of residuals bound the forward, and the second product
         costs nothing; elsewhere only the backward has registers for it.
         """
         if self.dtype != jnp.bfloat16 or self.only_state:
@@ -137,7 +137,10 @@ class Plan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a warpgroup that computes, and of one that serves; 512 in all, for three 504."""
+        """Registers per thread of a consumer and of a producer warpgroup.
+
+        The sum over warpgroups is at most 512 (504 for three).
+        """
         if self.side_by_side == 2:
             return 168, 88
         if self.map_dim:
@@ -150,39 +153,39 @@ class Plan:
 
 
 class Turns(NamedTuple):
-    """How a computing warpgroup takes turns with those that serve it, for the i-th chunk."""
+    """Pipeline between a consumer warpgroup and its producers, for the i-th chunk."""
 
     wait: Callable[[Any], dict]  # until it is loaded; returns its tiles
     wait_scores: Callable[[Any], None]  # once a chunk
     free: Callable[[Any], None]  # all of its tiles
-    # Where the inverse is computed in the same program:
+    # Where the inverse is computed in the same thread block:
     wait_inverse: Callable[[Any], None] = lambda i: None
     free_inverse: Callable[[Any], None] = lambda i: None  # and `q`
     stored: Callable[[Any], None] = lambda i: None  # the outputs of the chunk before are
 
 
 def inputs_of(q, k, inverse, vectors, channels) -> dict:
-    """The inputs of both serial kernels by name, without those that the call does not have."""
+    """Return the inputs of both recurrent kernels by name, without absent ones."""
     inputs = {"q": q, "k": k, "inverse": inverse} | vectors | (channels or {})
     return {name: x for name, x in inputs.items() if x is not None}
 
 
 def are_few(batch: int, heads: int, columns: int) -> bool:
-    """Whether programs of two warpgroups would leave half of the multiprocessors without one."""
+    """Whether thread blocks of two consumers would leave half of the SMs without one."""
     return batch * heads * columns // (2 * WIDTH) <= sm_count() // 2
 
 
 def fill_rounds(programs: int) -> bool:
-    """Whether programs, one to a multiprocessor, leave at most a fifth of the rounds idle."""
+    """Whether thread blocks, one to an SM, leave at most a fifth of the waves idle."""
     rounds = -(-programs // sm_count())
     return 5 * programs >= 4 * rounds * sm_count()
 
 
 def _columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:
-    """Warpgroups that compute in one program.
+    """Count the consumer warpgroups of a thread block.
 
-    Shared memory holds the state and two stages of one warpgroup at K = 256; where programs are
-    few, alone on its multiprocessor a warpgroup is faster.
+    Shared memory holds the state and two stages of one warpgroup at K = 256. Where thread blocks
+    are few, a warpgroup alone on its SM is faster.
     """
     alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH
     return 1 if alone or are_few(batch, heads, value_dim + map_dim) else 2
@@ -198,7 +201,7 @@ def plan_for(
     q, v, vectors, channels, *,
     scale, interpret, save=False, map_dim=0, only_state=False, reverse=False,
 ) -> Plan:  # fmt: skip
-    """The plan of a launch on `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
+    """Return the plan for `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
     batch, tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[2:]
     return Plan(
@@ -224,9 +227,9 @@ def _stages(plan: Plan, values: str) -> dict:
 
 
 def _seat(plan: Plan):
-    """The place of this warpgroup's item in its program.
+    """Return the place of this warpgroup's item in its thread block.
 
-    Asked for again wherever it is needed, see `lanes.zero`.
+    Recomputed wherever it is needed, see `lanes.zero`.
     """
     if plan.side_by_side == 1:
         return 0
@@ -244,17 +247,17 @@ def _place(plan: Plan) -> tuple:
 
 
 def _column(plan: Plan):
-    """The place of this warpgroup's columns of V among those of its item in its program."""
+    """Return the place of this warpgroup's columns of V among those of its item."""
     return lax.rem(lax.axis_index("role"), plan.columns)
 
 
 def plane(plan: Plan):
-    """The place of this warpgroup's columns of V among those of its head."""
+    """Return the place of this warpgroup's columns of V among those of its head."""
     return _place(plan)[2] + _column(plan)
 
 
 def _stage(plan: Plan, i):
-    """The place of the i-th chunk of this warpgroup's item in shared memory."""
+    """Return the pipeline stage of the i-th chunk of this warpgroup's item."""
     return _seat(plan) * plan.stages + lax.rem(i, plan.stages)
 
 
@@ -263,7 +266,7 @@ def _score_tile(plan: Plan, i):
 
 
 def _load(plan: Plan, values: str, refs, buffers, loaded, i) -> None:
-    """Issues the loads of the i-th chunk."""
+    """Issue the loads of the i-th chunk."""
     batch, head, first = _place(plan)
     stage = _stage(plan, i)
     chunk = plan.chunks - 1 - i if plan.reverse else i
@@ -284,7 +287,7 @@ def _load(plan: Plan, values: str, refs, buffers, loaded, i) -> None:
 
 
 def _serve(plan: Plan, load, buffers, barriers):
-    """Loads every chunk and computes its scores."""
+    """Produce: load every chunk and compute its scores."""
     loaded, ready, freed = barriers
     ahead = plan.stages - 1
 
@@ -319,7 +322,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
     *refs, buffers, loaded, ready, freed, end = args
     refs = dict(zip(names, refs, strict=True))
     role, computing = lax.axis_index("role"), plan.side_by_side * plan.columns
-    # The last program may have one item fewer.
+    # The last thread block may have one item fewer.
     present = _item(plan) < plan.items if plan.items % plan.side_by_side else True
     load = functools.partial(_load, plan, values, refs, buffers["stages"], loaded)
 
@@ -338,7 +341,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
             return tile | own()
 
         def own():
-            # Asked for again wherever they are needed, see `lanes.zero`.
+            # Recomputed wherever they are needed, see `lanes.zero`.
             return {x: ref.at[lax.axis_index("role")] for x, ref in buffers["own"].items()}
 
         def wait_scores(i):
@@ -360,7 +363,7 @@ def _body(plan: Plan, walk, values: str, names, *args):
     def _():
         plgpu.set_max_registers(plan.registers[1], action="decrease")
         pl.when(present)(lambda: _serve(plan, load, buffers["stages"], (loaded, ready, freed)))
-        # Those that serve stay: a warpgroup that leaves while another still multiplies faults.
+        # Producers stay: a warpgroup that leaves while another still multiplies faults.
         plgpu.barrier_wait(end)
 
 
@@ -368,16 +371,16 @@ def launch(
     name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
     *, values: str, barriers: bool = True, interpret,
 ):  # fmt: skip
-    """Runs `walk` in every computing warpgroup.
+    """Run `walk` in every consumer warpgroup.
 
     Args:
-        name: Of the kernel, in profiles.
+        name: Name of the kernel in profiles.
         plan: The launch.
         walk: `(plan, refs, own, turns, batch, head, columns)`, where `own` returns the tiles of
             that name, and chunks are counted in the order of the walk.
         inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
         outputs: Shapes by name.
-        own: Scratch of each computing warpgroup: shapes of tiles by name.
+        own: Scratch of each consumer warpgroup: shapes of tiles by name.
         values: The input `[B, T, HV, V]` whose columns are shared out.
         barriers: Whether the compiler orders the accesses to shared memory of a warpgroup; it
             puts a barrier around each.

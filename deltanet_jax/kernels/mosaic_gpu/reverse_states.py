@@ -1,4 +1,4 @@
-"""Cotangents of the states and of the values, from the last chunk to the first.
+"""Gradients of the states and of the values, from the last chunk to the first.
 
 Rows of one chunk, `G = dL/dS'` over `scale` of the state leaving it, in float32 registers::
 
@@ -6,7 +6,7 @@ Rows of one chunk, `G = dL/dS'` over `scale` of the state leaving it, in float32
     dv = T^T (beta dw)                                   without the delta rule: dv = dw
     G = exp(b_C) G + q^T (exp(b) do) - k^T (exp(b) dv)   without the delta rule: no last term
 
-The columns of V of one warpgroup are one of the `planes` in which `G` is kept.
+The columns of V of one warpgroup are one of the `planes` in which `G` is stored.
 """
 
 import functools
@@ -27,7 +27,7 @@ SHAPE = (CHUNK, WIDTH)
 
 
 def _write_cotangent(plan: Plan, tile, wait_scores):
-    """`dw`, over scale."""
+    """Compute `dw`, over scale."""
     read = tile[plan.writes], smem.transposed(tile["state"])
     own = smem.transposed(tile["scores"]), tile["do"]
     if not plan.gated:
@@ -40,7 +40,7 @@ def _write_cotangent(plan: Plan, tile, wait_scores):
 
 
 def _decayed(plan: Plan, tile, state: list) -> list:
-    """The blocks of the cotangent of the state times the decay over the chunk."""
+    """Multiply the blocks of the state gradient by the decay over the chunk."""
     if plan.channels:
         kept = [smem.row(tile["kept"].at[rows]) for rows in plan.rows]
         return [x * smem.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
@@ -51,7 +51,7 @@ def _decayed(plan: Plan, tile, state: list) -> list:
 
 
 def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
-    """One chunk; returns the cotangent of the state before it."""
+    """Walk one chunk; return the gradient of the state before it."""
     dv = _write_cotangent(plan, tile, wait_scores)
     if plan.delta:
         weighted = dv * smem.over_rows(smem.row(tile["beta"]), SHAPE)
@@ -86,10 +86,10 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
 
 
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
-    """The chunks of one warpgroup's columns."""
+    """Walk the chunks of one warpgroup's columns."""
 
     def store_cotangent(tile, tokens):
-        # Asked for again: held in a register over the loop, it would make others spill.
+        # Recomputed: held in a register over the loop, it would make others spill.
         plane = program.plane(plan)
         for i, name in enumerate(state_planes.planes_of(plan.value_dim)):
             target = refs[name].at[batch, tokens, head]
@@ -128,18 +128,18 @@ def reverse_states(
     q, k, do, inverse, dstate, *,
     beta, b, channels=None, scale, start=True, only_state=False, interpret=None,
 ):  # fmt: skip
-    """Cotangents of the values and of the state around every chunk.
+    """Compute gradients of the values, and of the state around every chunk.
 
     Args:
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
-        do: Cotangent of the outputs, `[B, T, HV, V]`.
+        do: Gradient of the outputs, `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
-        dstate: Cotangent of the final state over `scale`, `[B, HV, K, V]` float32, or `None` for
+        dstate: Gradient of the final state over `scale`, `[B, HV, K, V]` float32, or `None` for
             zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
-        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+        b: In-chunk cumulative log-decay of a scalar gate, `[B, N, HV, C]` float32, or `None`.
+        channels: With a vector gate, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         start: Whether to return `dstate`.
@@ -147,7 +147,7 @@ def reverse_states(
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the cotangents of the state leaving each
+        A dictionary: `dv` `[B, T, HV, V]`; over `scale`, the gradients of the state leaving each
         chunk in `planes` by name, each `[B, T, HV, K]`, and, if `start`, that of the initial
         state `dstate` `[B, HV, K, V]`, float32.
     """

@@ -54,7 +54,7 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
 
 
 def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
-    """The products of `error T^T`; `T` is one tile, or a tile for each half of its columns."""
+    """List the products of `error T^T`; `T` is one tile, or two of half of its columns each."""
     if plan.precise:
         parts = lanes.halves(error, interpret=plan.interpret)
         return [(part, smem.transposed(tile["inverse"])) for part in parts]
@@ -68,7 +68,7 @@ def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
 
 
 def _chunk(plan: Plan, tile, turns, chunk, place, state):
-    """One chunk; returns the state after it, and `o^T` over `scale`."""
+    """Walk one chunk; return the state after it, and `o^T` over `scale`."""
     # At K = 64, where two programs share a multiprocessor, registers hold one reading at a time.
     early = plan.key_dim > 64 and not plan.only_state
     read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
@@ -105,7 +105,7 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
 
 
 def _decayed(plan: Plan, tile, state: list) -> list:
-    """The blocks of the state times the decay over the chunk."""
+    """Multiply the blocks of the state by the decay over the chunk."""
     if plan.channels:
         kept = [smem.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
         return [x * smem.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
@@ -120,7 +120,7 @@ def _keep(plan: Plan, tile, x: jax.Array) -> None:
 
 
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
-    """The chunks of one warpgroup's columns."""
+    """Walk the chunks of one warpgroup's columns."""
     place = batch, head, columns
 
     def keep_state(state):
@@ -171,18 +171,19 @@ def run_states(
     q, k, v, inverse, state, *,
     beta, b, exponentials, channels=None, scale, save, interpret=None,
 ):  # fmt: skip
-    """Outputs, the final state and what the backward needs.
+    """Compute outputs, the final state and the residuals.
 
     Args:
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
         v: `[B, T, HV, V]`.
-        inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where `fused.covers`.
+        inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where
+            `run_states_fused.covers`.
         state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        b: In-chunk cumulative log-decay of a scalar gate, `[B, N, HV, C]` float32, or `None`.
         exponentials: `decay` and `rest` of `gate_vectors` by name; with `b`.
-        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+        channels: With a vector gate, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         save: Whether to return `states` and `u`.
@@ -190,8 +191,8 @@ def run_states(
 
     Returns:
         A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
-        `states` entering every `memory.stride`-th chunk `[B, N', HV, K, V]` and (delta rule) `u`
-        `[B, T, HV, V]`.
+        `states` entering every `state_planes.stride`-th chunk `[B, N', HV, K, V]` and (delta rule)
+        `u` `[B, T, HV, V]`.
     """
     vectors = program.vectors_of(beta, b, exponentials)
     plan = program.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
@@ -228,9 +229,9 @@ def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay of one gate per head, `[B, N, HV, C]` float32, or `None`.
+        b: In-chunk cumulative log-decay of a scalar gate, `[B, N, HV, C]` float32, or `None`.
         exponentials: `decay` and `rest` of `gate_vectors` by name; with `b`.
-        channels: With a gate per key channel, `writes`, `scores` and `kept` of `decayed_chunks`;
+        channels: With a vector gate, `writes`, `scores` and `kept` of `decayed_chunks`;
             `q` and `k` then are its `queries` and `keys`.
         interpret: Interpreter parameters, or `None` for the device.
 

@@ -1,17 +1,16 @@
-"""Outputs and states in one kernel with the inverses, where heads fill the multiprocessors.
+"""Outputs and states in one kernel with the inverses, where heads fill the SMs.
 
-Beside the two warpgroups that compute, two prepare the scores and the inverses of the chunks
-ahead. At K = V = 128 a program has one head: those that compute have half of its columns each,
-those that prepare the even and the odd chunks. At 64 it has two heads, and a warpgroup of each
-kind for each. `k`, `q`, `v` are read once for a value head, and no inverse leaves its
-multiprocessor.
+Beside the two consumer warpgroups, two producers prepare the scores and the inverses of the chunks
+ahead. At K = V = 128 a thread block has one head: consumers have half of its columns each,
+producers the even and the odd chunks. At 64 it has two heads, and a warpgroup of each kind for
+each. `k`, `q`, `v` are read once for a value head, and no inverse leaves its SM.
 
-Chunks are numbered in the order of preparation: at 64 the heads take turns.
+Chunks are numbered in the order of preparation: at 64 the heads alternate.
 
-What is in shared memory, and what it waits for: the inverse of chunk `i` takes the place of that
-of `i - 2` once that was applied, and `q` too; the scores once chunk `i - 2` is over, and then `k`
-of the chunk that comes in its place is loaded; `v` is loaded over the outputs of the chunk before
-when these have been stored.
+Stages of shared memory: the inverse of chunk `i`, and `q`, take the stage of chunk `i - 2` once
+that inverse was applied. The scores take it once chunk `i - 2` is over, and then `k` of the next
+chunk of that stage is loaded. `v` is loaded over the outputs of the chunk before, when these have
+been stored.
 """
 
 import functools
@@ -27,30 +26,30 @@ from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan, Turns, are_few,
 
 __all__ = ["covers", "launch"]
 
-SERVERS = 2  # warpgroups that prepare, and that compute
+SERVERS = 2  # producer warpgroups, and consumer warpgroups
 KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
-# Of a warpgroup that computes, and of one that prepares, by K = V.
+# Registers per thread of a consumer and of a producer warpgroup, by K = V.
 REGISTERS = {128: (184, 72), 64: (168, 88)}
 
 
 def covers(k, v, *, save: bool) -> bool:
     """Whether to run the keys `[B, T, H, K]` and values `[B, T, HV, V]` of a delta rule here.
 
-    The inverse is then computed by the only program that reads it, and its tiles are in bfloat16.
-    What is saved for the backward asks for more registers than two warpgroups leave.
+    The inverse is then computed by the only thread block that reads it, with tiles in bfloat16.
+    Residuals for the backward need more registers than two warpgroups leave.
     """
     batch, key_dim, (heads, value_dim) = k.shape[0], k.shape[3], v.shape[2:]
     if save or key_dim != value_dim or key_dim not in REGISTERS or k.dtype != jnp.bfloat16:
         return False
     if key_dim == 128:
         return not are_few(batch, heads, value_dim)
-    # Programs without inverses share a multiprocessor there, and so end more evenly.
+    # Thread blocks without inverses share an SM there, and so end more evenly.
     programs, odd = divmod(batch * heads, SERVERS * WIDTH // value_dim)
     return not odd and fill_rounds(programs)
 
 
 def _heads(plan: Plan) -> int:
-    """Of a program."""
+    """Count the heads of a thread block."""
     return SERVERS // plan.columns
 
 
@@ -71,7 +70,7 @@ def _buffers(plan: Plan) -> dict:
 
 
 def _barriers(plan: Plan) -> dict:
-    """Loads say `k`, `q`, `v`; the servers `ready`; those that compute the others."""
+    """Loads signal `k`, `q`, `v`; producers `ready`; consumers the others."""
     every = functools.partial(plgpu.Barrier, num_arrivals=plan.columns)
     return {
         "k": plgpu.Barrier(num_arrivals=1 + len(plan.vectors), num_barriers=KEYS),
@@ -85,7 +84,7 @@ def _barriers(plan: Plan) -> dict:
 
 
 def _serve(plan: Plan, refs, buffers, barriers, server):
-    """Loads `q` and `k` of every other chunk, and prepares its inverse and scores."""
+    """Produce: load `q` and `k` of every other chunk, and prepare its inverse and scores."""
     heads = _heads(plan)
     chunks = plan.chunks * heads
 
@@ -105,7 +104,7 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
             plgpu.copy_gmem_to_smem(source, target, barriers["k"].at[stage])
 
     def step(turn, _):
-        # Asked for again: an index known to stay the same would make the compiler hold the
+        # Recomputed: an index known to stay the same would make the compiler hold the
         # addresses in all tiles in registers over the loop, and spill.
         server = lax.axis_index("role") - SERVERS
         inverse = {name: x.at[server] for name, x in buffers["inverse"].items()}
@@ -149,12 +148,12 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
         plgpu.barrier_wait(barriers["applied"].at[server])
         plgpu.barrier_wait(barriers["freed"].at[server])
 
-    # Those that prepare stay: a warpgroup that leaves while another still multiplies faults.
+    # Producers stay: a warpgroup that leaves while another still multiplies faults.
     plgpu.barrier_wait(barriers["end"])
 
 
 def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
-    """Of one computing warpgroup, which loads its own columns of `v`."""
+    """Return the pipeline of one consumer warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
     heads = _heads(plan)
 
@@ -220,7 +219,7 @@ def _body(plan: Plan, walk, names, *args):
 
 
 def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpret) -> dict:
-    """Runs `walk` as `serial.launch` does, on inverses that are computed on the way."""
+    """Run `walk` as `program.launch` does, on inverses that are computed on the way."""
     names = (*inputs, *outputs)
     kernel = plgpu.kernel(
         launches.named(name, functools.partial(_body, plan, walk, names)),

@@ -1,6 +1,6 @@
 """Few heads and long rows: pieces of the sequence in parallel, exactly.
 
-Over a piece the state obeys `S' = M S + R`, and its cotangent `G = M^T G' + H`. One pass finds
+Over a piece the state obeys `S' = M S + R`, and its gradient `G = M^T G' + H`. One pass finds
 the maps of all pieces, a short loop chains them, and then every piece runs on its own.
 """
 
@@ -22,7 +22,7 @@ CHAINED = (64, 128)  # K for which a kernel chains the pieces
 
 
 def pieces_of(batch: int, chunks: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """How many pieces to cut each sequence into; 1 where heads fill the GPU."""
+    """Choose the number of pieces to cut each sequence into; 1 where heads fill the GPU."""
     width = 128 if key_dim <= 128 else 64
     programs = batch * heads * max(1, value_dim // width)
     pieces = 1
@@ -48,9 +48,9 @@ def unfold(x: jax.Array | None, pieces: int) -> jax.Array | None:
 
 
 def terms_of(maps: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays whose sum is `maps`, for `chain`: itself, or two bfloat16 halves for K <= 128.
+    """Arrays whose sum is `maps`, for `chain`: itself, or a split bfloat16 pair for K <= 128.
 
-    The halves keep 16 bits of mantissa, in the same memory.
+    The pair keeps 16 bits of mantissa, in the same memory.
     """
     if maps.shape[-1] not in CHAINED:
         return (maps,)
@@ -68,7 +68,7 @@ def chain(
     reverse: bool,
     interpret: Any = None,
 ) -> jax.Array:
-    """What enters every piece, folded, from what enters the first one (the last if `reverse`).
+    """Return the state that enters every piece, folded, from that of the first (last if `reverse`).
 
     `maps`, the `terms_of` `[B * P, H, K, K]`, and `offsets`, the first V columns of
     `[B * P, H, K, V...]`, are those of `x -> M x + R`, or of `x -> M^T x + R` if `reverse`.

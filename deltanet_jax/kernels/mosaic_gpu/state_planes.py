@@ -1,9 +1,9 @@
-"""How the states of the chunks and their cotangents lie in memory.
+"""Layout of the states of the chunks and of their gradients in memory.
 
 With `stride` 2 only the states that enter the even chunks are stored; the one between two of them
-is made again where it is needed.
+is recomputed where it is needed.
 
-The cotangent `G` of the state that leaves a chunk is stored transposed, in planes of 64 columns of
+The gradient `G` of the state that leaves a chunk is stored transposed, in planes of 64 columns of
 V. A plane is an array `[B, T, HV, K]`: at the 64 tokens of a chunk it holds 64 rows of `G^T`.
 The gradients of `q` and `k` can take the place of the first two planes.
 """
@@ -20,21 +20,21 @@ WIDTH = CHUNK  # columns of V in a plane, which has a token for each of them
 
 
 def stride(value_dim: int, *, channels: bool = False) -> int:
-    """Of the chunks whose incoming state is stored.
+    """Return the stride of the chunks whose incoming state is stored.
 
     It is 1 where the gradients read the state in parts, which leave none of it in shared memory,
-    and with a gate per key channel.
+    and with a vector gate.
     """
     return 1 if channels or value_dim > 128 else 2
 
 
 def planes_of(value_dim: int) -> tuple[str, ...]:
-    """The names of all planes, in the order of their columns."""
+    """Return the names of all planes, in the order of their columns."""
     return tuple(f"plane{i}" for i in range(value_dim // WIDTH))
 
 
 def load_planes(planes, place, target, barrier) -> None:
-    """Issues the loads of `G^T` from some planes at `place`, one below the other."""
+    """Issue the loads of `G^T` from some planes at `place`, one below the other."""
     for i, plane in enumerate(planes):
         rows = pl.ds(i * WIDTH, WIDTH)
         plgpu.copy_gmem_to_smem(plane.at[place], target.at[rows], barrier)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels cover; looks at shapes, dtypes and versions only."""
+"""Support of the Hopper kernels, from shapes, dtypes and versions only."""
 
 import jax
 
@@ -10,7 +10,7 @@ __all__ = ["LOWEST_GATE", "why_not", "why_not_compile_one_token", "why_not_one_t
 LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
 FIELDS = ("q", "k", "v", "g", "beta")  # per-token arrays that the kernels take
 HEAD_DIMS = (64, 128, 256)
-LARGEST_BESIDE_CHANNELS = 128  # beside a gate per key channel
+LARGEST_BESIDE_CHANNELS = 128  # with a vector gate
 OLDEST_JAX = (0, 11, 2)
 # From here on Mosaic GPU refuses the decoding kernel's loads of parts of a cache line.
 DECODE_BEFORE_JAX = (0, 12)
@@ -30,7 +30,7 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
         return f"the Hopper kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
     if problem.gate == "vector" and max(K, V) > LARGEST_BESIDE_CHANNELS:
         return (
-            "with a gate per key channel the Hopper kernels need head sizes up to "
+            "with a vector gate the Hopper kernels need head sizes up to "
             f"{LARGEST_BESIDE_CHANNELS}; got K={K}, V={V}"
         )
     if chunk_size not in (None, CHUNK):
@@ -62,7 +62,7 @@ def why_not_compile_one_token() -> str | None:
 
 
 def _why_not_here() -> str | None:
-    """Too old a JAX, or another GPU; where there is none, the interpreter may run."""
+    """Return a reason in the version of JAX or in the GPU; without one the interpreter may run."""
     if jax.__version_info__ < OLDEST_JAX:
         wanted = ".".join(map(str, OLDEST_JAX))
         return f"the Hopper kernels need jax {wanted} or newer; this is {jax.__version__}"

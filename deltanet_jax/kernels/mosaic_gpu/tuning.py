@@ -1,4 +1,4 @@
-"""What the Hopper kernels know of a chip."""
+"""Properties of a chip that the Hopper kernels use."""
 
 import jax
 
@@ -8,7 +8,7 @@ SMS_OF_H200 = 132
 
 
 def sm_count() -> int:
-    """Return the number of SMs of the GPU that a program is traced for.
+    """Return the number of SMs of the GPU that a call is traced for.
 
     A device that is only described says it itself: the abstract device of the mesh that is set.
     Else it is the number of the GPU in this machine. Without one it is an H200's, so that the

@@ -36,7 +36,7 @@ class Gradients(NamedTuple, Generic[A]):
     k: A
     v: A
     beta: A | None
-    # Of the cumulative sum of a gate per head, [cells, N, G, C], or of a gate per channel.
+    # Of the cumulative sum of a scalar gate, [cells, N, G, C], or of a vector gate.
     gate: A | None
     state: A  # [BHV, K, V]
 

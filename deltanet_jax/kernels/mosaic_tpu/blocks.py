@@ -31,8 +31,8 @@ class Inputs(NamedTuple, Generic[A]):
     k: A  # [key cells, N, heads, C, K]
     v: A  # [cells, N, G, C, V]
     beta: A | None  # [cells, N, G, C]
-    # Nothing; or for a gate per head two shares of its cumulative sum, [cells, N, G, C]; or for
-    # a gate per channel the gate, [cells, N, G, C, K].
+    # Nothing; or for a scalar gate two shares of its cumulative sum, [cells, N, G, C]; or for
+    # a vector gate the gate, [cells, N, G, C, K].
     gate: tuple[A, ...]
 
 

@@ -15,7 +15,7 @@ DEFAULT_CHUNK = 128
 # Under the 64 MiB of the smallest core's VMEM, with room for what XLA keeps there.
 VMEM_LIMIT = 40 * 2**20
 # Heads of 128 x 128 in one grid cell. Their serial chains hide each other's latency; more of them
-# cost VMEM and compile time, in float32 six products for one, and a gate per channel has more to
+# cost VMEM and compile time, in float32 six products for one, and a vector gate has more to
 # hide it with.
 MAX_HEADS = {"bfloat16": 8, "float32": 2}
 MAX_HEADS_VECTOR_GATE = 4

@@ -1,4 +1,4 @@
-"""The decay between tokens of a chunk, for a gate per key channel.
+"""The decay between tokens of a chunk, for a vector gate.
 
 Blocks of 1, 2, 4, ... tokens are numbered from 0. Tokens j < i are in neighbouring blocks, an odd
 one and the even one before it, of exactly one size; at the boundary between these blocks the decay
@@ -76,7 +76,7 @@ def _odd(shape: tuple[int, ...], size: int) -> jax.Array:
 
 
 def pairs(size: int, width: int = CHUNK) -> jax.Array:
-    """Where token i is in an odd block of `size` and j in the even one before it; i = j for 0.
+    """Mask pairs with i in an odd block of `size` and j in the even one before it; i = j for 0.
 
     `[C, C]`, or `[C, 16]` with the tokens j of i's own 16.
     """
@@ -97,7 +97,7 @@ def single(a: jax.Array) -> Blocks:
 
 
 def doubled(x: Blocks, size: int, exchange: Exchange) -> Blocks:
-    """From blocks of `size` to blocks of `2 size`: only `factor` reaches into the other block."""
+    """Double the blocks from `size` to `2 size`: only `factor` reaches into the other block."""
     other = exchange(x.block, size)
     grown = x.factor * other
     same = _odd(grown.shape, size) == _odd(grown.shape, 2 * size)
@@ -105,7 +105,7 @@ def doubled(x: Blocks, size: int, exchange: Exchange) -> Blocks:
 
 
 def transposed(x: Sums, size: int, level: jax.Array | None, exchange: Exchange) -> Sums:
-    """From the gradients over blocks of `2 size` to those over blocks of `size`.
+    """Map gradients over blocks of `2 size` to those over blocks of `size`.
 
     `level` is the gradient of the logarithm of this size's factor.
     """
@@ -128,6 +128,6 @@ def gate_gradient(size: int, level: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def _shared(level: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """What the factor of an odd block and of an even one pass on to `through` and `after`."""
+    """Split a factor into the shares that `through` (odd blocks) and `after` (even ones) get."""
     odd = _odd(level.shape, size)
     return jnp.where(odd, level, 0.0), jnp.where(odd, 0.0, level)

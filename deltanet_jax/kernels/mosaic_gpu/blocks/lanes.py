@@ -1,4 +1,4 @@
-"""What a thread does on its own: work for which Pallas, which has no threads, is too coarse.
+"""Work of single threads, for which Pallas, which has no threads, is too coarse.
 
 Written against the layer below Pallas; the interpreter gets the same results from `jax.lax`.
 """
@@ -46,10 +46,10 @@ def thread_index():
 
 
 def zero(*, interpret: bool) -> jax.Array:
-    """0, which the compiler does not know to be 0, nor to stay the same.
+    """Return an opaque zero, which the compiler knows neither to be 0 nor to stay the same.
 
-    The place of tiles in shared memory, asked for with every round of a loop: otherwise their
-    addresses would be held in registers over the loop, and others spill.
+    Tile offsets are recomputed from it in each iteration of a loop. Otherwise the compiler would
+    hoist their addresses into registers, and others would spill.
     """
     if interpret:
         return jnp.int32(0)
@@ -84,7 +84,7 @@ def masked(x: jax.Array, holds=operator.ge, *, interpret: bool) -> jax.Array:
 
 
 def diagonal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Of `[C, C]` float32, over the rows."""
+    """Return the diagonal of `[C, C]` float32, over the rows."""
     return masked(x, operator.eq, interpret=interpret).sum(axis=1)
 
 
@@ -118,7 +118,7 @@ def _mask(ctx, x, *, holds):
 
 
 def store_rows(tiles, arrays, *, lower: bool, interpret: bool) -> None:
-    """Stores the lower or upper 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
+    """Store the lower or upper 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
     if interpret:
         half = CHUNK // 2
         for tile, x in zip(tiles, arrays, strict=True):
@@ -133,9 +133,9 @@ def store_rows(tiles, arrays, *, lower: bool, interpret: bool) -> None:
 
 
 def _store_rows(ctx, *operands, lower: bool):
-    """Two warps store, in predicated instructions: a branch would cost registers all around.
+    """Store from two warps, by predicated instructions: a branch would cost registers all around.
 
-    A lane has the address of eight numbers in one of its warp's 16 rows, of the first or second
+    A lane has the address of eight values in one of its warp's 16 rows, of the first or second
     eight columns; of the next 16 columns it differs by one bit, swizzle or not.
     """
     from jax.experimental.mosaic.gpu import utils
@@ -192,9 +192,9 @@ def _halve(ctx, x):
 
 
 def rounded(numbers: list, kind: str) -> list:
-    """Words of two numbers, each made by one instruction.
+    """Round pairs of values to words, one instruction each.
 
-    Next to a cast back, a cast would be made one number at a time, at a quarter of the rate.
+    Next to a cast back, a cast would be made one value at a time, at a quarter of the rate.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -208,7 +208,7 @@ def rounded(numbers: list, kind: str) -> list:
 
 
 def rest(numbers: list) -> list:
-    """The numbers minus their rounding to bfloat16."""
+    """Return the values minus their rounding to bfloat16."""
     from jaxlib.mlir.dialects import arith
 
     wide = [x for word in rounded(numbers, "bf16") for x in _both(word)]
@@ -216,7 +216,7 @@ def rest(numbers: list) -> list:
 
 
 def _both(word) -> list:
-    """The two bfloat16 numbers of a word as float32."""
+    """Return the two bfloat16 values of a word as float32."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
@@ -227,10 +227,10 @@ def _both(word) -> list:
 
 
 def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """16-bit `x` as float32, from the words that hold two numbers.
+    """Convert 16-bit `x` to float32, from the words that hold two values.
 
     For bfloat16 in integers: next to a cast from float32 the cast back would make both go one
-    number at a time, at a quarter of the rate.
+    value at a time, at a quarter of the rate.
     """
     if interpret or x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32)

@@ -54,7 +54,7 @@ def overwriting(
     held: Iterable[jax.Array],
     outputs: Iterable[jax.ShapeDtypeStruct],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Runs a `pl.kernel` on `inputs` and then `held`, which it may write over where they lie.
+    """Run a `pl.kernel` on `inputs` and then `held`, which it may write over where they lie.
 
     Returns:
         `held` afterwards, and the kernel's outputs, whose types are `outputs`.

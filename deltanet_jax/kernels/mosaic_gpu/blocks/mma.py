@@ -31,7 +31,7 @@ def product(shape: tuple[int, int], *pairs, init=None, interpret=None) -> jax.Ar
 def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
     """One product for each `(shape, pairs)`, none waiting for another.
 
-    `meanwhile` is called when all of them have been started.
+    `meanwhile` is called once all are started, so that its work is overlapped with them.
     """
 
     def body(*accs):
@@ -51,7 +51,7 @@ def products(*operands, meanwhile=None, interpret=None) -> list[jax.Array]:
 
 
 def of_halves(x, y) -> tuple:
-    """The products that make `x y` of two 16-bit pairs; that of the two low halves is left out."""
+    """List the products that make `x y` of two split pairs; low times low is left out."""
     return (x[0], y[0]), (x[0], y[1]), (x[1], y[0])
 
 

@@ -1,6 +1,6 @@
-"""What one thread computes with: its integers and floats, and the memory it points to.
+"""Operations of one thread: on its integers and floats, and on the memory that it points to.
 
-The words of code written against the layer below Pallas.
+The vocabulary of code written against the layer below Pallas.
 """
 
 import functools
@@ -31,9 +31,9 @@ __all__ = [
 
 
 def read(pointer, first, count: int, after: int = 0) -> list:
-    """Up to four floats from `first + after` on; for three, a fourth is loaded and dropped.
+    """Read up to four floats from `first + after` on; for three, a fourth is loaded and dropped.
 
-    The place is to be a multiple of their number, or of four.
+    The offset is a multiple of their number, or of four.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
@@ -46,7 +46,7 @@ def read(pointer, first, count: int, after: int = 0) -> list:
 
 
 def write(pointer, first, numbers: list, after: int = 0) -> None:
-    """One, two or four floats from `first + after` on."""
+    """Write one, two or four floats from `first + after` on."""
     from jaxlib.mlir.dialects import llvm
 
     llvm.store(packed(numbers), _element(pointer, first, after))
@@ -61,28 +61,28 @@ def _element(pointer, first, after: int):
 
 
 def address_of(pointer, first, after: int = 0):
-    """Of the float at `first + after`, in shared memory."""
+    """Return the shared-memory address of the float at `first + after`."""
     from jaxlib.mlir.dialects import llvm
 
     return llvm.ptrtoint(integer(), _element(pointer, first, after))
 
 
 def numbers_of(register) -> list:
-    """The two numbers of a register."""
+    """Return the two values of a register."""
     from jaxlib.mlir.dialects import vector
 
     return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
 
 
 def sums(x: list, y: list) -> list:
-    """Of two lists of floats, one by one."""
+    """Add two lists of floats, one by one."""
     from jaxlib.mlir.dialects import arith
 
     return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
 
 
 def packed(values: list):
-    """A vector of numbers of one type."""
+    """Pack values of one type into a vector."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector
 

@@ -55,7 +55,7 @@ def load_f32_transposed(ref, *, interpret) -> jax.Array:
 
 
 def store_f32_transposed(ref, x: jax.Array, *, interpret) -> None:
-    """The other way."""
+    """Store the transpose of a float32 array in registers to device memory."""
     if interpret:
         ref[...] = x.T
     else:
@@ -63,7 +63,7 @@ def store_f32_transposed(ref, x: jax.Array, *, interpret) -> None:
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
-    """In float32 registers."""
+    """Return zeros in float32 registers."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
 
 
@@ -100,7 +100,7 @@ def load_transposed(ref, *, interpret) -> jax.Array:
 
 
 def store_transposed(ref, x: jax.Array, *, interpret) -> None:
-    """Stores the transpose of 16-bit registers."""
+    """Store the transpose of 16-bit registers."""
     if interpret:
         ref[...] = x.T
     else:

@@ -9,10 +9,10 @@ Blocks of 8 rows are substituted, a row to a lane. Those of 16 and of 32 follow 
 instructions of one warp, three products in tf32 for one in float32. What they multiply from the
 left is in the registers that hold a result; from the right it is read across the rows, from shared
 memory, where eight columns lie in the order 0 2 4 6 1 3 5 7: so `stmatrix` and `ldmatrix`, made for
-pairs of 16-bit numbers, move float32.
+pairs of 16-bit values, move float32.
 
 Few accesses are the point: those to shared memory, and not products or waits, are what bounds the
-inverse (`docs/gpu.md`).
+inverse (`docs/notebook.md`).
 
 Written against the layer below Pallas; the interpreter gets the same results from `jax.lax`.
 """
@@ -55,7 +55,7 @@ LAYOUT = plgpu.Layout.WGMMA
 
 
 def scratch_shape() -> tuple[int, int]:
-    """Of the shared memory, float32, that the inverses take."""
+    """Return the shape of the shared memory, float32, that the inverses take."""
     return CHUNK, ROW
 
 
@@ -82,11 +82,11 @@ def inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
 
 
 class _Place(NamedTuple):
-    """Of a thread: where it accesses the scratch memory, in floats, and what it holds."""
+    """Offsets of a thread in the scratch memory, in floats, and the values that it holds."""
 
     matrix: object  # its row of the four that `stmatrix` stores, of two times 8 x 8
     square: object  # its row of what `ldmatrix` loads, of two on the diagonal
-    solved: object  # the eight numbers that it solves for
+    solved: object  # the eight values that it solves for
     factors: object  # the block that they are solved with
     column: object  # two rows below one another, in a column of the warp's block
     above: object  # the same of the block above in the pair
@@ -173,7 +173,7 @@ def _invert(ctx, x, scratch):
 
 
 def _substitute(place: _Place, scratch) -> None:
-    """Puts `V` and `W` of the warp's two blocks of eight rows in the place of `A` and `D`."""
+    """Put `V` and `W` of the warp's two blocks of eight rows in the place of `A` and `D`."""
     from jax.experimental.mosaic.gpu import utils
 
     row = _eight(scratch, place.solved, EIGHT)
@@ -207,7 +207,7 @@ def _plus_products(totals: list, left: list, right: list, where=None) -> list:
 
 
 def _split(x):
-    """What the tensor cores read of a number in tf32, and the rest of it."""
+    """Split a value into what the tensor cores read in tf32, and the rest."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
@@ -255,7 +255,7 @@ def _chosen(condition, x: list, y: list) -> list:
 
 
 def _store(pointer, first, numbers: list, after: int = 0) -> None:
-    """Stores numbers of two or four matrices of eight rows, of which a lane addresses one."""
+    """Store values of two or four matrices of eight rows, of which a lane addresses one."""
     from jax.experimental.mosaic.gpu import utils
 
     words = ", ".join(f"${i}" for i in range(1, len(numbers) + 1))
@@ -266,7 +266,7 @@ def _store(pointer, first, numbers: list, after: int = 0) -> None:
 
 
 def _load(pointer, first) -> list:
-    """The numbers of four matrices that another thread may have stored."""
+    """Load values of four matrices that another thread may have stored."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
 
@@ -279,12 +279,12 @@ def _load(pointer, first) -> list:
 
 
 def _column(pointer, first, row: int, column: int) -> list:
-    """Two numbers below one another; `column` is a multiple of eight."""
+    """Read two values below one another; `column` is a multiple of eight."""
     return [read(pointer, first, 1, after=i * ROW + column)[0] for i in (row, row + 1)]
 
 
 def _eight(pointer, first, count: int, after: int = 0) -> list:
-    """The first `count` columns of eight."""
+    """Read the first `count` columns of eight."""
     even = read(pointer, first, (count + 1) // 2, after)
     odd = read(pointer, first, count // 2, after + VECTOR)
     numbers = [*even, *odd]

@@ -1,4 +1,4 @@
-"""Rows of one warp: what threads exchange and multiply without a barrier between warps.
+"""Rows of one warp, which its threads exchange and multiply without a barrier between warps.
 
 A warp holds 16 rows of an operand of 64 rows in registers, which are already the operands of
 its own matrix instructions. So products within blocks of 16 rows never touch shared memory.
@@ -31,7 +31,7 @@ EIGHT = 8  # rows and columns of one register of a warp
 
 
 def exchange_shape(width: int, *, uniform: bool) -> tuple[int, int, int]:
-    """Of the shared memory, float32, in which warps exchange `[C, width]`."""
+    """Return the shape of the shared memory, float32, in which warps exchange `[C, width]`."""
     return (2, CHUNK // BLOCK, width) if uniform else (2, width // 4, 4 * CHUNK)
 
 
@@ -41,8 +41,8 @@ def exchanged(x: jax.Array, size: int, scratch, *, uniform: bool, interpret: boo
     Args:
         x: The rows.
         size: A power of two below C.
-        scratch: Shared memory of `exchange_shape`, for sizes of at least 16, which are to be
-            exchanged in turns: the barrier of one frees the half of the other.
+        scratch: Shared memory of `exchange_shape`, for sizes of at least 16, which
+            alternate between its two parts: the barrier of one frees the part of the other.
         uniform: Whether the 16 rows of a warp are equal.
         interpret: Whether the interpreter runs this.
     """
@@ -59,7 +59,7 @@ def exchanged(x: jax.Array, size: int, scratch, *, uniform: bool, interpret: boo
 
 
 def _registers(x):
-    """By block of eight columns, and half of the rows of the warp."""
+    """Index registers by block of eight columns, and half of the rows of the warp."""
     return x.registers.reshape(-1, 2)
 
 
@@ -116,7 +116,7 @@ def _exchange_warps(ctx, x, scratch, *, warps: int, uniform: bool):
 
 
 def store_row(ref, x: jax.Array, *, interpret: bool) -> None:
-    """Stores any row of `x`, `[C, S]` float32, whose rows are equal."""
+    """Store any row of `x`, `[C, S]` float32, whose rows are equal."""
     if interpret:
         ref[...] = x[0]
     else:
@@ -137,7 +137,7 @@ def _store_row(ctx, ref, x):
 
 
 def other_rows_shape(width: int) -> tuple[int, int]:
-    """Of the shared memory, int32, that `other_rows` of 16-bit `[C, width]` passes through."""
+    """Return the shape of the int32 shared memory that `other_rows` of `[C, width]` uses."""
     return width // BLOCK, 4 * 2 * CHUNK
 
 
@@ -214,7 +214,7 @@ def odd_rows(x: jax.Array, y: jax.Array | None, size: int, *, interpret: bool) -
 
 
 def _odd_rows(ctx, x, y=None, *, warps: int):
-    """A choice of words: of 16-bit numbers it would be made one by one."""
+    """Choose words: 16-bit values would be chosen one by one."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
@@ -355,7 +355,7 @@ def _as_word(register):
 
 
 def _transposed(register):
-    """Eight rows and columns of a warp, transposed."""
+    """Transpose eight rows and columns of a warp."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
@@ -365,7 +365,7 @@ def _transposed(register):
 
 
 def _multiply_add(like, left, right, sums):
-    """`sums + left right` of 16 x 16 times 16 x 8, four numbers to a thread."""
+    """`sums + left right` of 16 x 16 times 16 x 8, four values to a thread."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
