@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import gate_vectors, program, run_states_fused, split, support
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape as KernelShape
 from tests.cases import DEGENERATE, Shape, degenerate
 from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
 from tests.oracle import cotangents_for, expected
@@ -150,7 +151,8 @@ def test_two_heads_in_a_program_equal_the_recurrence(monkeypatch, case):
 )
 def test_programs_of_small_heads_have_two_where_multiprocessors_have(heads, sizes, options, wanted):
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, size), "bfloat16") for size in sizes)
-    plan = program.plan_for(q, v, {}, None, scale=1.0, interpret=None, **options)
+    shape = KernelShape.of(q=q, v=v, gate="none", delta=False)
+    plan = program.Plan(shape=shape, interpret=False, **options)
     assert plan.side_by_side == wanted
 
 
@@ -171,7 +173,8 @@ def test_programs_of_small_heads_have_two_where_multiprocessors_have(heads, size
 )
 def test_one_kernel_covers_heads_that_fill_the_multiprocessors(heads, size, dtype, save, wanted):
     keys = jax.ShapeDtypeStruct((1, 64, heads, size), dtype)
-    assert run_states_fused.covers(keys, keys, save=save) == wanted
+    shape = KernelShape.of(q=keys, v=keys, gate="none", delta=True)
+    assert run_states_fused.covers(shape, save=save) == wanted
 
 
 @interpreted

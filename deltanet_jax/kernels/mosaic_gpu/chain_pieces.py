@@ -25,9 +25,9 @@ __all__ = ["chain_pieces"]
 STAGES = 3  # maps in shared memory, 192 KiB at K = 128
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything static about one launch; a thread block has WIDTH columns of one head."""
+    """Static values of a launch; a thread block has WIDTH columns of one head."""
 
     pieces: int
     heads: int  # value heads
@@ -95,7 +95,13 @@ def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=
         `[B * P, HV, K, V]` float32.
     """
     batch, heads, key_dim, value_dim = first.shape
-    plan = Plan(pieces, heads, value_dim // WIDTH, reverse, bool(interpret))
+    plan = Plan(
+        pieces=pieces,
+        heads=heads,
+        slices=value_dim // WIDTH,
+        reverse=reverse,
+        interpret=interpret is not None,
+    )
     tile = smem.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
     kernel = plgpu.kernel(
         launches.named("chain_pieces", functools.partial(_body, plan)),

@@ -31,8 +31,8 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
     warp,
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
-from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan
 from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import SLICE, SWIZZLE
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["chunk_gradients"]
 
@@ -40,23 +40,26 @@ KEYS = (CHUNK, SLICE)
 SQUARE = (CHUNK, CHUNK)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(ChunkPlan):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
     """Static values of a launch; a thread block has one chunk of one head."""
+
+    shape: Shape
+    interpret: bool
 
     @property
     def cotangents(self) -> tuple[str, ...]:
-        return ("queries", "writes") + ("keys",) * self.delta
+        return ("queries", "writes") + ("keys",) * self.shape.delta
 
     @property
     def pairs(self) -> tuple[str, ...]:
-        return ("scores",) + ("overlaps",) * self.delta
+        return ("scores",) + ("overlaps",) * self.shape.delta
 
 
 def _scratch(plan: Plan):
     # Of one place: see `lanes.zero`.
-    keys = smem.tile(1, *KEYS, dtype=plan.dtype, swizzle=SWIZZLE)
-    square = smem.tile(1, *SQUARE, dtype=plan.dtype, swizzle=SWIZZLE)
+    keys = smem.tile(1, *KEYS, dtype=plan.shape.dtype, swizzle=SWIZZLE)
+    square = smem.tile(1, *SQUARE, dtype=plan.shape.dtype, swizzle=SWIZZLE)
     buffers = dict.fromkeys(("q", "k", *plan.cotangents), keys)
     buffers |= dict.fromkeys(("g", "dg"), smem.tile(1, *KEYS, dtype=jnp.float32))
     buffers |= {"kept": plgpu.SMEM((1, SLICE), jnp.float32)}
@@ -90,14 +93,14 @@ def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
         within = jnp.where(row_block == block, columns, within)
     for size in channel_decay.BETWEEN:
         share = jnp.where(channel_decay.pairs(size), x, 0.0)
-        buffers[f"{name}{size}"][...] = share.astype(plan.dtype)
+        buffers[f"{name}{size}"][...] = share.astype(plan.shape.dtype)
     return within
 
 
 def _level_within(plan: Plan, panels, size: int, queries, keys):
     """`dq'` and `dk'` of one size below 16."""
     mask = channel_decay.pairs(size, BLOCK)
-    scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.dtype) for x in panels)
+    scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.shape.dtype) for x in panels)
     terms = [(scores, queries, True)]
     for x in overlaps:
         terms += [(x, keys, False), (x, keys, True)]
@@ -123,7 +126,7 @@ def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
     through, after = blocks.from_start, blocks.to_end
 
     def rounded(x):
-        return lanes.widened(x.astype(plan.dtype), interpret=plan.interpret)
+        return lanes.widened(x.astype(plan.shape.dtype), interpret=plan.interpret)
 
     d_queries, d_writes, *d_keys = (smem.matrix(buffers[x]) for x in plan.cotangents)
     d_through = rounded(through * q) * d_queries
@@ -162,7 +165,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
     for size in channel_decay.SIZES:
         factor = blocks.factor
         q, k = load()
-        queries, keys = (factor * q).astype(plan.dtype), (factor * k).astype(plan.dtype)
+        queries, keys = (factor * q).astype(plan.shape.dtype), (factor * k).astype(plan.shape.dtype)
         if size in channel_decay.WITHIN:
             d_queries, d_keys = _level_within(plan, panels, size, queries, keys)
         else:
@@ -188,7 +191,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
         if size == channel_decay.WITHIN[-1]:
             level = plgpu.load(buffers["dg"], layout=smem.MATRIX)
         d = channel_decay.transposed(d, size, level, down)
-    return {"dq": dq.astype(plan.dtype), "dk": dk.astype(plan.dtype), "dg": dg + d.g}
+    return {"dq": dq.astype(plan.shape.dtype), "dk": dk.astype(plan.shape.dtype), "dg": dg + d.g}
 
 
 class _Chunk(NamedTuple):
@@ -206,7 +209,7 @@ class _Chunk(NamedTuple):
 
 def _load_keys(plan: Plan, refs, buffers, loaded, own: _Chunk, at) -> None:
     """Issue the loads of 32 channels that come first."""
-    shared = own.channels(at, lax.div(own.head, plan.group))
+    shared = own.channels(at, lax.div(own.head, plan.shape.group))
     places = {"g": own.channels(at), "q": shared, "k": shared, "kept": (*own, shared[-1])}
     for name, place in places.items():
         plgpu.copy_gmem_to_smem(refs[name].at[place], buffers[name], loaded["keys"])
@@ -226,8 +229,8 @@ def _body(plan: Plan, names, *args):
     *refs, buffers, loaded = args
     refs = dict(zip(names, refs, strict=True))
     item = lax.axis_index("program")
-    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-    own = _Chunk(lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head)
+    head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
+    own = _Chunk(lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head)
 
     def placed():
         zero = lanes.zero(interpret=plan.interpret)
@@ -240,7 +243,7 @@ def _body(plan: Plan, names, *args):
 
         def load_next():
             load = functools.partial(_load_keys, plan, refs, tile, loaded, own)
-            pl.when((at + 1) * SLICE < plan.key_dim)(lambda: load(at + 1))
+            pl.when((at + 1) * SLICE < plan.shape.key_dim)(lambda: load(at + 1))
 
         def wait_cotangents():
             plgpu.barrier_wait(loaded["cotangents"])
@@ -262,40 +265,35 @@ def _body(plan: Plan, names, *args):
     panels = _panels(plan, refs, first, loaded, own)
     diagonal = jnp.where(channel_decay.pairs(0, BLOCK), panels[0], 0.0).sum(axis=1)
     diagonal = smem.over_rows(diagonal, KEYS)
-    lax.fori_loop(0, plan.key_dim // SLICE, step, None)
+    lax.fori_loop(0, plan.shape.key_dim // SLICE, step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_gradients(q, k, g, cotangents, *, delta, interpret=None):
+def chunk_gradients(shape: Shape, q, k, g, cotangents, *, interpret=None):
     """`dq`, `dk` and `dg` of all chunks.
 
     Args:
+        shape: Sizes and variant of the call.
         q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         k: The same shape.
         g: Log-decay, `[B, T, HV, K]` float32; -inf forgets.
         cotangents: The result of `chunk_cotangents`.
-        delta: Whether there is the delta rule.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
         `dq`, `dk` `[B, T, HV, K]` in the dtype of `q` (one for each value head) and `dg` float32.
     """
-    batch, tokens, key_heads, key_dim = q.shape
-    heads = g.shape[2]
-    plan = Plan(
-        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, q.dtype,
-        delta, interpret is not None,
-    )  # fmt: skip
+    plan = Plan(shape=shape, interpret=interpret is not None)
     inputs = {"q": q, "k": k, "g": g, "kept": cotangents["kept"]}
     inputs |= {name: cotangents[name] for name in plan.cotangents + plan.pairs}
-    shape = jax.ShapeDtypeStruct
-    outputs = {"dq": shape(g.shape, q.dtype), "dk": shape(g.shape, q.dtype)}
-    outputs |= {"dg": shape(g.shape, jnp.float32)}
+    array = jax.ShapeDtypeStruct
+    outputs = {"dq": array(g.shape, q.dtype), "dk": array(g.shape, q.dtype)}
+    outputs |= {"dg": array(g.shape, jnp.float32)}
     kernel = plgpu.kernel(
         launches.named("channel_gradients", functools.partial(_body, plan, (*inputs, *outputs))),
         out_type=tuple(outputs.values()),
         scratch_types=_scratch(plan),
-        grid=(batch * plan.chunks * heads,),
+        grid=(shape.batch * shape.chunks * shape.heads,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,

@@ -27,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.chunk_gradients import SMALL_BETA
-from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
+from deltanet_jax.kernels.mosaic_gpu.chunk_plan import decayed_shapes
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["chunk_cotangents"]
 
@@ -35,43 +36,47 @@ WIDTH = 64  # channels at a time
 SQUARE = (CHUNK, CHUNK)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(ChunkPlan):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
     """Static values of a launch; a thread block has one chunk of one head."""
 
-    value_dim: int
+    shape: Shape
+    interpret: bool
     scale: float
 
     @property
     def values(self) -> tuple[str, ...]:
-        return ("do", "u") + ("dv",) * self.delta
+        return ("do", "u") + ("dv",) * self.shape.delta
 
     @property
     def planes(self) -> tuple[str, ...]:
-        return state_planes.planes_of(self.value_dim)
+        return state_planes.planes_of(self.shape.value_dim)
 
     @property
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        outputs = decayed_shapes(self)
-        if self.delta:
+        outputs = decayed_shapes(self.shape)
+        if self.shape.delta:
             outputs |= {"overlaps": outputs["scores"]}
-            vector = (self.batch, self.chunks, self.heads, CHUNK)
+            vector = (self.shape.batch, self.shape.chunks, self.shape.heads, CHUNK)
             outputs |= {"beta": jax.ShapeDtypeStruct(vector, jnp.float32)}
         return outputs
 
 
 def _scratch(plan: Plan):
-    tile = functools.partial(smem.tile, dtype=plan.dtype)
-    buffers = dict.fromkeys(plan.values, tile(CHUNK, plan.value_dim))
-    buffers |= {"state": tile(WIDTH, plan.value_dim), "dstate": tile(plan.value_dim, WIDTH)}
+    tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
+    buffers = dict.fromkeys(plan.values, tile(CHUNK, plan.shape.value_dim))
+    buffers |= {
+        "state": tile(WIDTH, plan.shape.value_dim),
+        "dstate": tile(plan.shape.value_dim, WIDTH),
+    }
     # Every one of these holds several squares in turn, of pairs or of 64 channels.
     buffers |= dict.fromkeys(("first", "second", "third"), tile(*SQUARE))
     buffers |= {"kept": plgpu.SMEM((WIDTH,), jnp.float32)}
     loaded = {
-        "values": plgpu.Barrier(num_arrivals=len(plan.values) + 2 * plan.delta),
+        "values": plgpu.Barrier(num_arrivals=len(plan.values) + 2 * plan.shape.delta),
         "states": plgpu.Barrier(num_arrivals=1 + len(plan.planes)),
     }
-    if plan.delta:
+    if plan.shape.delta:
         buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
         buffers |= {"beta_column": plgpu.SMEM((CHUNK,), jnp.float32)}
         loaded |= {"third": plgpu.Barrier()}
@@ -111,8 +116,12 @@ def _body(plan: Plan, names, *args):
     *refs, buffers, loaded = args
     refs = dict(zip(names, refs, strict=True))
     item = lax.axis_index("program")
-    head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-    place = batch, chunk, head = lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
+    head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
+    place = batch, chunk, head = (
+        lax.div(item, plan.shape.chunks),
+        lax.rem(item, plan.shape.chunks),
+        head,
+    )
     tokens = pl.ds(chunk * CHUNK, CHUNK)
 
     def load_states(at):
@@ -126,7 +135,7 @@ def _body(plan: Plan, names, *args):
     for name in plan.values:
         values = refs[name].at[batch, tokens, head]
         plgpu.copy_gmem_to_smem(values, buffers[name], loaded["values"])
-    if plan.delta:
+    if plan.shape.delta:
         for name in ("beta", "beta_column"):
             plgpu.copy_gmem_to_smem(refs["beta_of"].at[place], buffers[name], loaded["values"])
     load_states(0)
@@ -137,7 +146,7 @@ def _body(plan: Plan, names, *args):
     diagonal = pairs("scores", y, plan.scale)
     dbeta = jnp.zeros((CHUNK,), jnp.float32)
     beta = None
-    if plan.delta:
+    if plan.shape.delta:
         x = mma.product(SQUARE, (buffers["dv"], right))
         x = lanes.masked(x, operator.gt, interpret=plan.interpret)
         dbeta = plan.scale * diagonal - pairs("overlaps", x, -1.0)
@@ -147,35 +156,35 @@ def _body(plan: Plan, names, *args):
         channels = pl.ds(at * WIDTH, WIDTH)
         own = batch, tokens, head, channels
         _settle()
-        if plan.delta:
+        if plan.shape.delta:
             plgpu.copy_gmem_to_smem(refs["writes_of"].at[own], buffers["third"], loaded["third"])
         plgpu.barrier_wait(loaded["states"])
         kept = state_planes.dot_rows(buffers["state"], buffers["dstate"], interpret=plan.interpret)
         buffers["kept"][...] = plan.scale * kept
         state = smem.transposed(buffers["state"])
         read = mma.product(SQUARE, (buffers["do"], state))
-        buffers["first"][...] = (plan.scale * read).astype(plan.dtype)
-        if plan.delta:
+        buffers["first"][...] = (plan.scale * read).astype(plan.shape.dtype)
+        if plan.shape.delta:
             erased = mma.product(SQUARE, (buffers["dv"], state))
-            buffers["second"][...] = (-erased).astype(plan.dtype)
+            buffers["second"][...] = (-erased).astype(plan.shape.dtype)
         written = plan.scale * mma.product(SQUARE, (buffers["u"], buffers["dstate"]))
-        if plan.delta:
+        if plan.shape.delta:
             plgpu.barrier_wait(loaded["third"])
             dbeta += (smem.matrix(buffers["third"]) * written).sum(axis=1)
             written *= smem.over_rows(beta, SQUARE)
             plgpu.commit_smem()
-        buffers["third"][...] = written.astype(plan.dtype)
+        buffers["third"][...] = written.astype(plan.shape.dtype)
         plgpu.commit_smem()
-        pl.when((at + 1) * WIDTH < plan.key_dim)(lambda: load_states(at + 1))
+        pl.when((at + 1) * WIDTH < plan.shape.key_dim)(lambda: load_states(at + 1))
         plgpu.copy_smem_to_gmem(buffers["first"], refs["queries"].at[own])
         plgpu.copy_smem_to_gmem(buffers["third"], refs["writes"].at[own])
-        if plan.delta:
+        if plan.shape.delta:
             plgpu.copy_smem_to_gmem(buffers["second"], refs["keys"].at[own])
         plgpu.copy_smem_to_gmem(buffers["kept"], refs["kept"].at[(*place, channels)])
         return dbeta
 
-    dbeta = lax.fori_loop(0, plan.key_dim // WIDTH, step, dbeta)
-    if plan.delta:
+    dbeta = lax.fori_loop(0, plan.shape.key_dim // WIDTH, step, dbeta)
+    if plan.shape.delta:
         exact = _dot_rows(buffers["dv"], buffers["u"]) / jnp.maximum(beta, SMALL_BETA)
         buffers["beta"][...] = jnp.where(beta > SMALL_BETA, exact, dbeta)
         plgpu.commit_smem()
@@ -183,10 +192,13 @@ def _body(plan: Plan, names, *args):
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_cotangents(made, beta, u, do, dv, states, cotangents, *, scale, interpret=None):
+def chunk_cotangents(
+    shape: Shape, made, beta, u, do, dv, states, cotangents, *, scale, interpret=None
+):
     """Compute gradients of the results of `decayed_chunks`, and of beta.
 
     Args:
+        shape: Sizes and variant of the call.
         made: `writes`, `scores` and `overlaps` by name.
         beta: `[B, N, HV, C]` float32, or `None` without the delta rule; then only the next five
             count, without `dv`.
@@ -203,13 +215,9 @@ def chunk_cotangents(made, beta, u, do, dv, states, cotangents, *, scale, interp
         A dictionary: `queries`, `writes` `[B, T, HV, K]`, `scores` `[B, N, HV, C, C]`, `kept`
         `[B, N, HV, K]` float32; with the delta rule also `keys`, `overlaps` and `beta`.
     """
-    batch, chunks, heads, key_dim, value_dim = states.shape
-    plan = Plan(
-        batch, chunks, heads, 1, key_dim, do.dtype,
-        beta is not None, interpret is not None, value_dim, float(scale),
-    )  # fmt: skip
+    plan = Plan(shape=shape, scale=float(scale), interpret=interpret is not None)
     inputs = {"do": do, "u": u, "state": states} | cotangents
-    if plan.delta:
+    if shape.delta:
         inputs |= {"dv": dv, "beta_of": beta}
         inputs |= {f"{name}_of": made[name] for name in ("writes", "scores", "overlaps")}
     names = (*inputs, *plan.outputs)
@@ -217,7 +225,7 @@ def chunk_cotangents(made, beta, u, do, dv, states, cotangents, *, scale, interp
         launches.named("chunk_cotangents", functools.partial(_body, plan, names)),
         out_type=tuple(plan.outputs.values()),
         scratch_types=_scratch(plan),
-        grid=(batch * chunks * heads,),
+        grid=(shape.batch * shape.chunks * shape.heads,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,

@@ -29,7 +29,6 @@ loads, each tile's next load as soon as both have used it, because the kernel is
 (12.6 MFLOP for 176 KiB at K = V = 128, 2.1 for the 32 KiB of a state).
 """
 
-import dataclasses
 import functools
 import operator
 
@@ -43,7 +42,7 @@ from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu import gate_vectors, pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.chunk_gradients_plan import Place, Plan
-from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["chunk_gradients"]
 
@@ -62,7 +61,7 @@ def _unless(condition):
 
 
 def _scratch(plan: Plan):
-    tile = functools.partial(smem.tile, *plan.places, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, *plan.places, dtype=plan.shape.dtype)
     keys, values = (CHUNK, plan.key_block), (CHUNK, plan.value_block)
     state = (plan.key_block, plan.value_block)
     pair = (CHUNK, CHUNK)
@@ -72,13 +71,13 @@ def _scratch(plan: Plan):
         "state": tile(*state), "dstate": tile(*state[::-1]),
         "q": tile(*keys), "k": tile(*keys), "dq": tile(*keys), "dk": tile(*keys), "y": tile(*pair),
     }  # fmt: skip
-    if plan.delta:
+    if plan.shape.delta:
         buffers |= {"dv": tile(*values), "x": tile(*pair)}
         buffers |= {"dbeta": vector, "diagonal": vector}
         buffers |= {plan.keys: tile(*keys)}
     if plan.halves:
         buffers |= {"x_low": tile(*pair), "y_low": tile(*pair)}
-    if plan.gated:
+    if plan.shape.scalar_gate:
         buffers |= dict.fromkeys(GATE_PARTS, vector)
     # Two of each: `beta` of one item is still read when the next item's values arrive.
     buffers |= dict.fromkeys(plan.vectors, two)
@@ -114,7 +113,7 @@ def _load(plan: Plan, refs, buffers, barriers, place: Place):
         wait("values", first=part == 0)
         load("do", batch, tokens, head, values)
         pl.when(place.stored)(load_corrected)
-        if plan.delta:
+        if plan.shape.delta:
             load("dv", batch, tokens, head, values)
         for name in plan.vectors if part == 0 else ():
             target = buffers[name].at[lax.rem(place.step, 2)]
@@ -129,7 +128,7 @@ def _load(plan: Plan, refs, buffers, barriers, place: Place):
     wait("keys", first=True)
     for name in ("q", "k"):
         target = buffers[name]
-        source = refs[name].at[batch, tokens, lax.div(head, plan.group), keys]
+        source = refs[name].at[batch, tokens, lax.div(head, plan.shape.group), keys]
         plgpu.copy_gmem_to_smem(source, target, barriers["keys"])
 
 
@@ -162,20 +161,20 @@ def _next_state(plan: Plan, buffers, barriers):
         rows = pl.ds(i, CHUNK)
         state = smem.matrix(buffers["state"].at[rows])
         keys = smem.load_transposed(buffers["k"].at[:, rows], interpret=plan.interpret)
-        if plan.gated:
+        if plan.shape.scalar_gate:
             total = buffers["b"][CHUNK - 1]
             state *= jnp.exp(total)
             rest = jnp.exp(total - smem.column(buffers["b_column"]))
             keys *= smem.over_columns(rest, keys.shape)
-        if plan.delta:
+        if plan.shape.delta:
             keys *= smem.over_columns(smem.column(buffers["beta_column"]), keys.shape)
-        pair = keys.astype(plan.dtype), buffers["u"]
+        pair = keys.astype(plan.shape.dtype), buffers["u"]
         state = mma.product(state.shape, pair, init=state, interpret=plan.interpret)
-        if i == 0 and plan.delta:
+        if i == 0 and plan.shape.delta:
             plgpu.barrier_wait(barriers["read"])
-        buffers["state"].at[rows][...] = state.astype(plan.dtype)
+        buffers["state"].at[rows][...] = state.astype(plan.shape.dtype)
     plgpu.commit_smem()
-    if plan.delta:
+    if plan.shape.delta:
         plgpu.barrier_arrive(barriers["made"])
 
 
@@ -186,7 +185,7 @@ def _divisor(beta: jax.Array) -> jax.Array:
 
 def _weights(plan: Plan, buffers) -> jax.Array | float:
     """Return the factor of products of pairs; anything above the diagonal."""
-    weights = pairs.pair_decay(buffers) if plan.gated else 1.0
+    weights = pairs.pair_decay(buffers) if plan.shape.scalar_gate else 1.0
     if plan.weighs_pairs:
         beta = _divisor(smem.column(buffers["beta_column"]))
         weights *= smem.over_columns(beta, (CHUNK, CHUNK))
@@ -198,7 +197,7 @@ def _store_pairs(plan: Plan, buffers, name: str, x: jax.Array):
     if plan.halves:
         buffers[name][...], buffers[f"{name}_low"][...] = lanes.halves(x, interpret=plan.interpret)
     else:
-        buffers[name][...] = x.astype(plan.dtype)
+        buffers[name][...] = x.astype(plan.shape.dtype)
 
 
 def _pairs(buffers, name: str) -> list:
@@ -223,7 +222,7 @@ def _query_products(plan: Plan, buffers, barriers, place: Place):
         dq = product(shape, (buffers["do"], smem.transposed(buffers["state"])), init=dq)
         # Without a gate too: `dq` takes the place of what is loaded.
         plgpu.barrier_wait(barriers["dstate"])
-        if plan.gated:
+        if plan.shape.scalar_gate:
             overlap = product(pair, *_overlap(plan, buffers), init=overlap)
         if part == 0:
             _wait_vectors(plan, barriers)
@@ -236,7 +235,7 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
     """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
     shape = (CHUNK, plan.key_block)
     y, dq, overlap = _query_products(plan, buffers, barriers, place)
-    if plan.gated:
+    if plan.shape.scalar_gate:
         overlap = lanes.diagonal(overlap, interpret=plan.interpret)
     y = lanes.masked(y * _weights(plan, buffers), interpret=plan.interpret)
     pl.when(place.step > 0)(lambda: plgpu.barrier_wait(barriers["free"]))
@@ -244,10 +243,10 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
     if plan.weighs_keys:
         plgpu.barrier_wait(barriers["keys"])
         beta = smem.over_rows(smem.row(buffers["beta"]), shape)
-        buffers["beta_k"][...] = (smem.matrix(buffers["k"]) * beta).astype(plan.dtype)
+        buffers["beta_k"][...] = (smem.matrix(buffers["k"]) * beta).astype(plan.shape.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers["ready"])
-    if plan.gated:
+    if plan.shape.scalar_gate:
         dq *= smem.over_rows(jnp.exp(smem.row(buffers["b"])), shape)
     if not plan.weighs_keys:
         plgpu.barrier_wait(barriers["keys"])
@@ -260,13 +259,15 @@ def _query_step(plan: Plan, refs, buffers, barriers, place: Place):
     pairs = [(y, buffers[plan.keys]) for y in _pairs(buffers, "y")]
     dq = plan.scale * mma.product(shape, *pairs, init=dq, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    buffers["dq"][...] = dq.astype(plan.dtype)
-    if plan.gated:
+    buffers["dq"][...] = dq.astype(plan.shape.dtype)
+    if plan.shape.scalar_gate:
         buffers["overlap"][...] = overlap
         buffers["db_q"][...] = _dot_rows(buffers["q"], dq)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers["freed_keys"])
-    _store(buffers, ("dq", "db_q", "overlap") if plan.gated else ("dq",), refs, plan, place)
+    _store(
+        buffers, ("dq", "db_q", "overlap") if plan.shape.scalar_gate else ("dq",), refs, plan, place
+    )
 
 
 def _pair_step(plan: Plan, buffers, x):
@@ -286,7 +287,7 @@ def _key_products(plan: Plan, buffers, barriers, place: Place):
     _wait_vectors(plan, barriers)
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(barriers["values"])
-        if plan.delta:
+        if plan.shape.delta:
             plgpu.barrier_wait(barriers["dv"])
             x = product(pair, (buffers["dv"], smem.transposed(buffers["u"])), init=x)
             if part == plan.value_blocks - 1:
@@ -307,13 +308,13 @@ def _key_products(plan: Plan, buffers, barriers, place: Place):
 def _of_tokens(plan: Plan, buffers, w, r):
     """`u G^T` and `dv S^T` times what their rows have in `W` and in `R`."""
     weights = [_divisor(smem.row(buffers["beta"]))] if plan.weighs_pairs else []
-    if plan.gated:
+    if plan.shape.scalar_gate:
         weights += [jnp.exp(buffers["b"][CHUNK - 1] - smem.row(buffers["b"]))]
     if weights:
         w *= smem.over_rows(functools.reduce(operator.mul, weights), w.shape)
-    if plan.delta:
+    if plan.shape.delta:
         read = -1 / plan.scale
-        if plan.gated:
+        if plan.shape.scalar_gate:
             read = smem.over_rows(read * jnp.exp(smem.row(buffers["b"])), r.shape)
         r *= read
     return w, r
@@ -334,11 +335,11 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
     if plan.weighs_keys:
         ready()
     keys = buffers[plan.keys]
-    if plan.gated:
+    if plan.shape.scalar_gate:
         # At once, and `beta` is loaded again below, as registers are short here.
         buffers["db_write"][...] = _dot_rows(keys, w)
     pairs = [(smem.transposed(y), buffers["q"]) for y in _pairs(buffers, "y")]
-    if plan.delta:
+    if plan.shape.delta:
         pairs += [(smem.transposed(x), buffers["k"]) for x in _pairs(buffers, "x")]
         r = product(shape, *((x, keys) for x in _pairs(buffers, "x")), init=r)
     if not plan.weighs_keys:
@@ -346,21 +347,21 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
     w = product(shape, *pairs, init=w)
     if not plan.weighs_keys:
         free()
-    if plan.gated or plan.weighs_pairs:
+    if plan.shape.scalar_gate or plan.weighs_pairs:
         write = _dot_rows(keys, w)
-    if plan.gated:
+    if plan.shape.scalar_gate:
         db = -write
     names = ["dk"]
-    if plan.delta:
+    if plan.shape.delta:
         beta = smem.row(buffers["beta"])
         divisor = _divisor(beta)
         dbeta = write / divisor if plan.weighs_pairs else _dot_rows(buffers["k"], w)
-        if plan.gated:
+        if plan.shape.scalar_gate:
             db += _dot_rows(buffers["k"], r)
     if plan.weighs_keys:
         plgpu.commit_smem()
         free()
-    if plan.delta:
+    if plan.shape.delta:
         own = beta / divisor if plan.weighs_pairs else beta
         w = w * smem.over_rows(own, shape) + r
         dbeta *= plan.scale
@@ -368,8 +369,8 @@ def _key_step(plan: Plan, refs, buffers, barriers, place: Place):
         both = DIAGONAL * other + (1 - DIAGONAL) * dbeta
         buffers["dbeta"][...] = jnp.where(beta > SMALL_BETA, both, dbeta)
         names += ["dbeta"]
-    buffers["dk"][...] = (plan.scale * w).astype(plan.dtype)
-    if plan.gated:
+    buffers["dk"][...] = (plan.scale * w).astype(plan.shape.dtype)
+    if plan.shape.scalar_gate:
         buffers["db_k"][...] = plan.scale * db
         names += ["db_k", "db_write"]
     plgpu.commit_smem()
@@ -431,14 +432,14 @@ def _body(plan: Plan, names, *args):
 
 
 def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
-    shape = functools.partial(compat.type_like, inputs["q"])
-    tokens = plan.chunks * CHUNK
-    keys = shape((plan.batch, tokens, plan.heads, plan.key_dim), plan.dtype)
-    vector = shape((plan.key_blocks, plan.batch, plan.chunks, plan.heads, CHUNK), jnp.float32)
+    shape, array = plan.shape, functools.partial(compat.type_like, inputs["q"])
+    keys = array((shape.batch, shape.tokens, shape.heads, shape.key_dim), shape.dtype)
+    vector = (plan.key_blocks, shape.batch, shape.chunks, shape.heads, CHUNK)
+    vector = array(vector, jnp.float32)
     outputs = {} if "dk" in plan.in_place else {"dk": keys}
-    if plan.delta:
+    if shape.delta:
         outputs |= {"dbeta": vector}
-    if plan.gated:
+    if shape.scalar_gate:
         outputs |= dict.fromkeys(GATE_PARTS, vector)
     names = (*inputs, *cotangents, *outputs)
     body, scratch = functools.partial(_body, plan, names), _scratch(plan)
@@ -463,10 +464,13 @@ def _launch(plan: Plan, inputs: dict, cotangents: dict, interpret):
     return out | {name: held[place] for name, place in plan.in_place.items()}
 
 
-def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, interpret=None):
+def chunk_gradients(
+    shape: Shape, q, k, u, do, dv, states, cotangents, *, beta, b, scale, interpret=None
+):
     """`dq`, `dk`, `dbeta` and `dg` of all chunks.
 
     Args:
+        shape: Sizes and variant of the call.
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
         u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
@@ -485,23 +489,14 @@ def chunk_gradients(q, k, u, do, dv, states, cotangents, *, beta, b, scale, inte
         `dq`, `dk` `[B, T, HV, K]` (one for each value head), `dbeta` `[B, N, HV, C]` and `dg`
         `[B, T, HV]` float32, or `None`.
     """
-    batch, tokens, key_heads, key_dim = q.shape
-    heads, value_dim = u.shape[2:]
-    plan = Plan(
-        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), beta is not None, b is not None,
-        state_planes.stride(value_dim), 1, interpret is not None,
-    )  # fmt: skip
-    # Persistent: one thread block for each SM.
-    programs = 2 if interpret else sm_count()
-    plan = dataclasses.replace(plan, programs=min(programs, plan.items))
+    plan = Plan(shape=shape, scale=float(scale), interpret=interpret is not None)
     inputs = {"q": q, "k": k, "u": u, "do": do, "state": states}
-    if plan.delta:
+    if shape.delta:
         inputs |= {"dv": dv}
     inputs |= {name: beta if name.startswith("beta") else b for name in plan.vectors}
     out = _launch(plan, inputs, cotangents, interpret)
-    dbeta = out["dbeta"].sum(0) if plan.delta else None
-    if not plan.gated:
+    dbeta = out["dbeta"].sum(0) if shape.delta else None
+    if not shape.scalar_gate:
         return out["dq"], out["dk"], dbeta, None
     parts = {name: out[name] for name in GATE_PARTS}
     dg = gate_vectors.gate_gradient(parts, b, scale=plan.scale, interpret=interpret)

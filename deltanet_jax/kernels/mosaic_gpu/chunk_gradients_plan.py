@@ -7,69 +7,77 @@ import jax.numpy as jnp
 from jax import lax
 
 from deltanet_jax.kernels.mosaic_gpu import state_planes
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
+from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["Place", "Plan"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything static about one launch."""
+    """Static values of a launch; an item of work is a run of chunks and a block of K."""
 
-    batch: int
-    chunks: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    value_dim: int
-    dtype: jnp.dtype
-    scale: float
-    delta: bool
-    gated: bool
-    stride: int  # of the chunks whose state is stored
-    programs: int
+    shape: Shape
     interpret: bool
+    scale: float
+
+    @property
+    def stride(self) -> int:
+        """Stride of the chunks whose state is stored."""
+        return state_planes.stride(self.shape)
+
+    @property
+    def programs(self) -> int:
+        """Thread blocks of the persistent kernel: one for each SM."""
+        return min(2 if self.interpret else sm_count(), self.items)
 
     @property
     def key_block(self) -> int:
-        return min(self.key_dim, 128)
+        return min(self.shape.key_dim, 128)
 
     @property
     def value_block(self) -> int:
-        return min(self.value_dim, 128)
+        return min(self.shape.value_dim, 128)
 
     @property
     def key_blocks(self) -> int:
-        return self.key_dim // self.key_block
+        return self.shape.key_dim // self.key_block
 
     @property
     def value_blocks(self) -> int:
-        return self.value_dim // self.value_block
+        return self.shape.value_dim // self.value_block
 
     @property
     def planes(self) -> tuple[tuple[str, ...], ...]:
         """Planes of the state gradients, for every block of V."""
-        names, each = state_planes.planes_of(self.value_dim), self.value_block // state_planes.WIDTH
+        names, each = (
+            state_planes.planes_of(self.shape.value_dim),
+            self.value_block // state_planes.WIDTH,
+        )
         return tuple(names[i : i + each] for i in range(0, len(names), each))
 
     @property
     def vectors(self) -> tuple[str, ...]:
         """Vectors to load; row and column views of one want two copies."""
-        return ("beta", "beta_column") * self.delta + ("b", "b_column") * self.gated
+        return ("beta", "beta_column") * self.shape.delta + (
+            "b",
+            "b_column",
+        ) * self.shape.scalar_gate
 
     @property
     def weighs_pairs(self) -> bool:
         """Whether the tiles of pairs contain `beta`."""
-        return self.delta and self.dtype == jnp.bfloat16
+        return self.shape.delta and self.shape.dtype == jnp.bfloat16
 
     @property
     def halves(self) -> bool:
         """Whether tiles of pairs keep 16 bits of mantissa, as two tiles."""
-        return self.weighs_pairs and self.gated
+        return self.weighs_pairs and self.shape.scalar_gate
 
     @property
     def weighs_keys(self) -> bool:
         """Whether the keys are multiplied by `beta`, which rounds once more."""
-        return self.delta and not self.weighs_pairs
+        return self.shape.delta and not self.weighs_pairs
 
     @property
     def keys(self) -> str:
@@ -79,16 +87,16 @@ class Plan:
     @property
     def in_place(self) -> dict[str, str]:
         """The gradients that take the place of a plane, which only their own item reads."""
-        return dict(zip(("dq", "dk"), state_planes.planes_of(self.value_dim), strict=False))
+        return dict(zip(("dq", "dk"), state_planes.planes_of(self.shape.value_dim), strict=False))
 
     @property
     def runs(self) -> int:
         """Number of runs; a run is the chunks from one stored state to the next."""
-        return -(-self.chunks // self.stride)
+        return -(-self.shape.chunks // self.stride)
 
     @property
     def items(self) -> int:
-        return self.batch * self.runs * self.heads * self.key_blocks
+        return self.shape.batch * self.runs * self.shape.heads * self.key_blocks
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -96,7 +104,7 @@ class Plan:
 
         Smaller ones do not anyway. See `lanes.zero`.
         """
-        return (1,) if max(self.key_dim, self.value_dim) > 64 else ()
+        return (1,) if max(self.shape.key_dim, self.shape.value_dim) > 64 else ()
 
     @property
     def barriers(self) -> dict[int, tuple[str, ...]]:
@@ -118,12 +126,12 @@ class Plan:
     def locate(self, item):
         """Batch, run, head and block of K of one work item."""
         block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
-        head, item = lax.rem(item, self.heads), lax.div(item, self.heads)
+        head, item = lax.rem(item, self.shape.heads), lax.div(item, self.shape.heads)
         return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
 
     def length(self, item):
         """Chunks of one work item; the last run of a sequence may be shorter than the others."""
-        short = self.chunks % self.stride
+        short = self.shape.chunks % self.stride
         if short == 0:
             return self.stride
         _, run, _, _ = self.locate(item)

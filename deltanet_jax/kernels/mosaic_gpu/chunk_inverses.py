@@ -32,6 +32,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
     triangular,
     warp,
 )
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = [
@@ -48,32 +49,26 @@ SIDES = "left", "right"  # tiles for the halves of the columns of the result
 RESIDENTS = {64: 6, 128: 5, 256: 3}  # programs that share a multiprocessor, by the size of keys
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything static about one launch; an item of work is one chunk of one head."""
+    """Static values of a launch; an item of work is one chunk of one head."""
 
-    batch: int
-    chunks: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    dtype: jnp.dtype
-    gated: bool
+    shape: Shape
     interpret: bool
 
     @property
     def items(self) -> int:
-        return self.batch * self.chunks * self.heads
+        return self.shape.batch * self.shape.chunks * self.shape.heads
 
     @property
     def programs(self) -> int:
         """Thread blocks of the persistent kernel: as many as the SMs hold at once."""
-        programs = 2 if self.interpret else RESIDENTS[self.key_dim] * sm_count()
+        programs = 2 if self.interpret else RESIDENTS[self.shape.key_dim] * sm_count()
         return min(self.items, programs)
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        return ("beta", "b", "b_column") if self.gated else ("beta",)
+        return ("beta", "b", "b_column") if self.shape.scalar_gate else ("beta",)
 
 
 def inverse_buffers(dtype, *count: int) -> dict:
@@ -129,14 +124,14 @@ def copy_inverse(halves: tuple, out) -> None:
         plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
 
 
-def minus_overlaps(plan, tile, meanwhile=None) -> jax.Array:
+def minus_overlaps(shape: Shape, tile, meanwhile=None) -> jax.Array:
     """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything.
 
     `meanwhile` is called once the product is started, so that it is overlapped with it.
     """
     x = pairs.overlaps(tile, "k", meanwhile)
     x *= smem.over_columns(-smem.column(tile["beta"]), x.shape)
-    return pairs.decayed(plan, tile, x)
+    return pairs.decayed(shape, tile, x)
 
 
 def _body(plan: Plan, names, *args):
@@ -148,24 +143,24 @@ def _body(plan: Plan, names, *args):
     def place(i):
         """Batch, chunk and head of the i-th item of this thread block."""
         item = program + i * plan.programs
-        head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-        return lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
+        head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
+        return lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head
 
     def load(i):
         batch, chunk, head = place(i)
-        keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.group)]
+        keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.shape.group)]
         plgpu.copy_gmem_to_smem(keys, buffers["k"], loaded)
         for name in plan.vectors:
             plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
 
     def step(i, _):
         plgpu.barrier_wait(loaded)
-        x = minus_overlaps(plan, buffers)
+        x = minus_overlaps(plan.shape, buffers)
         # The stores have read their tiles, and all warps what is loaded next.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
         pl.when(i + 1 < rounds)(lambda: load(i + 1))
-        halves = store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+        halves = store_inverse(x, buffers, dtype=plan.shape.dtype, interpret=plan.interpret)
         plgpu.commit_smem()
         copy_inverse(halves, refs["out"].at[place(i)])
 
@@ -174,10 +169,11 @@ def _body(plan: Plan, names, *args):
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_inverses(k, beta, b, *, interpret=None):
+def chunk_inverses(shape: Shape, k, beta, b, *, interpret=None):
     """`T` of every chunk.
 
     Args:
+        shape: Sizes and variant of the call.
         k: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         beta: `[B, N, HV, C]` float32.
         b: In-chunk cumulative log-decay, `[B, N, HV, C]` float32, or `None` without a gate.
@@ -186,17 +182,13 @@ def chunk_inverses(k, beta, b, *, interpret=None):
     Returns:
         `[B, N, HV, C, C]` in the dtype of `k`.
     """
-    batch, _, key_heads, key_dim = k.shape
-    _, chunks, heads, _ = beta.shape
-    plan = Plan(
-        batch, chunks, heads, heads // key_heads, key_dim, k.dtype, b is not None, bool(interpret)
-    )
-    buffers = {"k": smem.tile(CHUNK, key_dim, dtype=k.dtype)} | inverse_buffers(k.dtype)
+    plan = Plan(shape=shape, interpret=interpret is not None)
+    buffers = {"k": smem.tile(CHUNK, shape.key_dim, dtype=k.dtype)} | inverse_buffers(k.dtype)
     buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((CHUNK,), jnp.float32))
     inputs = {"k": k, "beta": beta} | ({} if b is None else {"b": b, "b_column": b})
     kernel = plgpu.kernel(
         launches.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
-        out_type=jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), k.dtype),
+        out_type=jax.ShapeDtypeStruct((*beta.shape, CHUNK), k.dtype),
         scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
         grid=(plan.programs,),
         grid_names=("program",),

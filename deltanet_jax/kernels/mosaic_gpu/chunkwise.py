@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
-from deltanet_jax.core.problem import Problem, Tokens, start_state
+from deltanet_jax.core.problem import GateKind, Problem, Tokens, start_state
 from deltanet_jax.kernels.mosaic_gpu import (
     channel_gradients,
     chunk_cotangents,
@@ -25,6 +25,7 @@ from deltanet_jax.kernels.mosaic_gpu import (
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE, why_not
 
 __all__ = ["chunkwise"]
@@ -137,16 +138,25 @@ def _token_vectors(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 2, 3).reshape(B, -1, HV)
 
 
-def _decayed(call: Call, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
+def _shape(x: dict[str, Any]) -> Shape:
+    """Return sizes and variant of the inputs of `_inputs`."""
+    gate: GateKind = "scalar" if x["b"] is not None else "none"
+    if x["g"] is not None:
+        gate = "vector"
+    return Shape.of(q=x["q"], v=x["v"], gate=gate, delta=x["beta"] is not None)
+
+
+def _decayed(call: Call, shape: Shape, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
     """Prepare what the recurrent kernels read, from `q`, `k`, `beta` and the gate."""
     q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
+    interpret = call.interpret
     if x["g"] is None:
         inverse = None
-        alone = call.pieces > 1 or not run_states_fused.covers(k, x["v"], save=save)
+        alone = call.pieces > 1 or not run_states_fused.covers(shape, save=save)
         if beta is not None and alone:
-            inverse = chunk_inverses.chunk_inverses(k, beta, b, interpret=call.interpret)
+            inverse = chunk_inverses.chunk_inverses(shape, k, beta, b, interpret=interpret)
         return {"inverse": inverse}
-    out = decayed_chunks.decayed_chunks(q, k, x["g"], beta, save=save, interpret=call.interpret)
+    out = decayed_chunks.decayed_chunks(shape, q, k, x["g"], beta, save=save, interpret=interpret)
     channels = {name: out.pop(name) for name in ("writes", "scores", "kept")}
     return out | {"channels": channels}
 
@@ -193,20 +203,23 @@ def _forward(
 
     def launch(x, exponentials, state):
         x, exponentials = _fold(call, (x, exponentials))
-        made = _decayed(call, x, save=save)
+        shape = _shape(x)
+        made = _decayed(call, shape, x, save=save)
         q, k, inverse, gates = _operands(x | made)
         v = x["v"]
         gates |= {"exponentials": exponentials, "interpret": call.interpret}
         maps = None
         if call.pieces > 1:
-            maps, offsets = run_states.state_maps(k, v, inverse, **gates)
+            maps, offsets = run_states.state_maps(shape, k, v, inverse, **gates)
             if state is None:
                 state = _zero_states(call, k, v)
             maps = split.terms_of(maps)
             state = split.chain(
                 state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
             )
-        out = run_states.run_states(q, k, v, inverse, state, scale=call.scale, save=save, **gates)
+        out = run_states.run_states(
+            shape, q, k, v, inverse, state, scale=call.scale, save=save, **gates
+        )
         final = out.pop("final")
         final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
         # The maps are per piece, not per token; on one axis with the batch for `vmap`.
@@ -257,8 +270,9 @@ def _backward(
     maps = x["maps"]
     x, do = _fold(call, (x | {"maps": None}, do))
     q, k, inverse, gates = _operands(x)
+    shape = _shape(x)
     reverse = functools.partial(
-        reverse_states.reverse_states, q, k, do, inverse,
+        reverse_states.reverse_states, shape, q, k, do, inverse,
         scale=call.scale, interpret=call.interpret, **gates,
     )  # fmt: skip
     if call.pieces > 1:
@@ -275,25 +289,29 @@ def _backward(
     dv = cotangents.pop("dv")
     values = (x.get("u", x["v"]), do, dv, x["states"], cotangents)
     gradients = _channel_gradients if x["g"] is not None else _head_gradients
-    return _unfold(call, gradients(call, x, values) | {"v": dv}) | {"state": dstate}
+    return _unfold(call, gradients(call, shape, x, values) | {"v": dv}) | {"state": dstate}
 
 
-def _head_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
+def _head_gradients(
+    call: Call, shape: Shape, x: dict[str, Any], values: tuple
+) -> dict[str, jax.Array | None]:
     dq, dk, dbeta, dg = chunk_gradients.chunk_gradients(
-        x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
+        shape, x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
         scale=call.scale, interpret=call.interpret,
     )  # fmt: skip
     return {"q": dq, "k": dk, "beta": dbeta, "g": dg}
 
 
-def _channel_gradients(call: Call, x: dict[str, Any], values: tuple) -> dict[str, jax.Array | None]:
+def _channel_gradients(
+    call: Call, shape: Shape, x: dict[str, Any], values: tuple
+) -> dict[str, jax.Array | None]:
     beta = x["beta"]
     made = x["channels"] | {"overlaps": x.get("overlaps")}
     d = chunk_cotangents.chunk_cotangents(
-        made, beta, *values, scale=call.scale, interpret=call.interpret
+        shape, made, beta, *values, scale=call.scale, interpret=call.interpret
     )
     dq, dk, dg = channel_gradients.chunk_gradients(
-        x["q"], x["k"], x["g"], d, delta=beta is not None, interpret=call.interpret
+        shape, x["q"], x["k"], x["g"], d, interpret=call.interpret
     )
     return {"q": dq, "k": dk, "beta": d.get("beta"), "g": dg}
 

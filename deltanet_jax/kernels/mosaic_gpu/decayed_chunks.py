@@ -27,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import chunk_inverses
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, channel_decay, launches, smem, warp
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
-from deltanet_jax.kernels.mosaic_gpu.chunk_plan import ChunkPlan, decayed_shapes
+from deltanet_jax.kernels.mosaic_gpu.chunk_plan import decayed_shapes
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["SLICE", "SWIZZLE", "decayed_chunks"]
@@ -39,31 +40,33 @@ HALF = CHUNK // 2
 DISTANCES = {16: (16,), 32: (32, 48)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(ChunkPlan):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
     """Static values of a launch, with the walk of each warpgroup over the chunks."""
 
+    shape: Shape
+    interpret: bool
     save: bool  # what the backward needs
 
     @property
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        outputs = decayed_shapes(self)
+        outputs = decayed_shapes(self.shape)
         pair = outputs["scores"]
-        if self.delta:
+        if self.shape.delta:
             outputs |= {"inverse": pair} | ({"overlaps": pair} if self.save else {})
         return outputs
 
     @property
     def pairs(self) -> dict[str, tuple[str, str]]:
         """Tiles through which the left and right columns of pairs of tokens leave."""
-        saved = self.delta and self.save
+        saved = self.shape.delta and self.save
         return {"scores": ("queries", "writes")} | (
             {"overlaps": ("keys", "spare")} if saved else {}
         )
 
     @property
     def items(self) -> int:
-        return self.batch * self.chunks * self.heads
+        return self.shape.batch * self.shape.chunks * self.shape.heads
 
     @property
     def warpgroups(self) -> int:
@@ -72,7 +75,7 @@ class Plan(ChunkPlan):
         # than 168: at (8, 4096, 16, 128) three spilled over 400 bytes and took 0.637 ms on an
         # H200 where two took 0.484; two take 0.402, or less, since the inverse needs less.
         # Without them three spill 8 bytes and take 0.257.
-        return 2 if self.delta else 3
+        return 2 if self.shape.delta else 3
 
     @property
     def programs(self) -> int:
@@ -84,7 +87,7 @@ class Plan(ChunkPlan):
 
     @property
     def slices(self) -> int:
-        return self.key_dim // SLICE
+        return self.shape.key_dim // SLICE
 
 
 class Panels(NamedTuple):
@@ -97,16 +100,16 @@ class Panels(NamedTuple):
 
 def _scratch(plan: Plan) -> dict:
     """Buffers by name, one of each for every warpgroup."""
-    keys = smem.tile(CHUNK, SLICE, dtype=plan.dtype, swizzle=SWIZZLE)
+    keys = smem.tile(CHUNK, SLICE, dtype=plan.shape.dtype, swizzle=SWIZZLE)
     names = {"q", "k", "queries", "writes"} | {x for pair in plan.pairs.values() for x in pair}
-    buffers = dict.fromkeys(sorted(names | {"keys"} if plan.delta else names), keys)
+    buffers = dict.fromkeys(sorted(names | {"keys"} if plan.shape.delta else names), keys)
     buffers |= {"g": smem.tile(CHUNK, SLICE, dtype=jnp.float32)}
     buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
     exchange = warp.exchange_shape(SLICE, uniform=True)
     buffers |= {"exchange": plgpu.SMEM(exchange, jnp.float32)}
     buffers |= {"others": plgpu.SMEM(warp.other_rows_shape(SLICE), jnp.int32)}
-    if plan.delta:
-        buffers |= chunk_inverses.inverse_buffers(plan.dtype)
+    if plan.shape.delta:
+        buffers |= chunk_inverses.inverse_buffers(plan.shape.dtype)
         buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
     return {
         name: plgpu.SMEM((plan.warpgroups, *x.shape), x.dtype, transforms=x.transforms)
@@ -123,7 +126,7 @@ def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int)
 def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, jax.Array]:
     """Add the pairs of one size from 16."""
     own = queries
-    if plan.delta:
+    if plan.shape.delta:
         own = warp.odd_rows(queries, keys, size, interpret=plan.interpret)
     distances = DISTANCES[size]
     others = warp.other_rows(keys, distances, buffers["others"], interpret=plan.interpret)
@@ -143,7 +146,7 @@ def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
     )
 
     def low(x):
-        return x.astype(plan.dtype)
+        return x.astype(plan.shape.dtype)
 
     blocks = channel_decay.single(a)
     scores, overlaps, between = panels
@@ -154,11 +157,11 @@ def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
             between = _between(plan, buffers, between, queries, keys, size)
         else:
             scores = _within(plan, scores, queries, keys, size)
-            if plan.delta:
+            if plan.shape.delta:
                 overlaps = _within(plan, overlaps, keys, keys, size)
         blocks = channel_decay.doubled(blocks, size, exchange)
     made = {"queries": low(q * blocks.from_start), "writes": low(k * blocks.to_end)}
-    if plan.delta:
+    if plan.shape.delta:
         made |= {"keys": low(k * blocks.from_start)}
     return made | {"kept": blocks.block}, Panels(scores, overlaps, between)
 
@@ -191,7 +194,7 @@ def _overlaps(plan: Plan, buffers, panels: Panels) -> jax.Array:
 def _store_pairs(plan: Plan, refs, buffers, place, name: str, x: jax.Array) -> None:
     halves = plan.pairs[name]
     for at, tile in enumerate(halves):
-        buffers[tile][...] = x[:, at * HALF : (at + 1) * HALF].astype(plan.dtype)
+        buffers[tile][...] = x[:, at * HALF : (at + 1) * HALF].astype(plan.shape.dtype)
     plgpu.commit_smem()
     for at, tile in enumerate(halves):
         target = refs[name].at[(*place, slice(None), pl.ds(at * HALF, HALF))]
@@ -202,14 +205,16 @@ def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
     """Store the pairs of tokens, and the inverse."""
     _settle()
     _store_pairs(plan, refs, buffers, place, "scores", _whole(panels.scores, panels.between))
-    if not plan.delta:
+    if not plan.shape.delta:
         return
     overlaps = _overlaps(plan, buffers, panels)
     if plan.save:
         _store_pairs(plan, refs, buffers, place, "overlaps", overlaps)
     plgpu.barrier_wait(loaded["beta"])
     x = overlaps * smem.over_columns(-smem.column(buffers["beta"]), overlaps.shape)
-    halves = chunk_inverses.store_inverse(x, buffers, dtype=plan.dtype, interpret=plan.interpret)
+    halves = chunk_inverses.store_inverse(
+        x, buffers, dtype=plan.shape.dtype, interpret=plan.interpret
+    )
     plgpu.commit_smem()
     chunk_inverses.copy_inverse(halves, refs["inverse"].at[place])
 
@@ -234,8 +239,8 @@ def _body(plan: Plan, names, *args):
     def place_of(i):
         # Where nothing is left a warpgroup repeats the last chunk.
         item = jnp.minimum((i * plan.programs + program) * plan.warpgroups + role, plan.items - 1)
-        head, item = lax.rem(item, plan.heads), lax.div(item, plan.heads)
-        return lax.div(item, plan.chunks), lax.rem(item, plan.chunks), head
+        head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
+        return lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head
 
     def keys_at(place, at):
         batch, chunk, head = place
@@ -244,7 +249,7 @@ def _body(plan: Plan, names, *args):
     def load(step):
         own = keys_at(place_of(lax.div(step, plan.slices)), lax.rem(step, plan.slices))
         batch, tokens, head, channels = own
-        shared = batch, tokens, lax.div(head, plan.group), channels
+        shared = batch, tokens, lax.div(head, plan.shape.group), channels
         for name, source in (("g", own), ("q", shared), ("k", shared)):
             plgpu.copy_gmem_to_smem(refs[name].at[source], buffers[name], loaded["keys"])
 
@@ -272,11 +277,11 @@ def _body(plan: Plan, names, *args):
 
     def chunk(i, _):
         place = place_of(i)
-        if plan.delta:
+        if plan.shape.delta:
             plgpu.copy_gmem_to_smem(refs["beta"].at[place], buffers["beta"], loaded["beta"])
         zero = jnp.zeros((CHUNK, BLOCK), jnp.float32)
         between = {x: zero for distances in DISTANCES.values() for x in distances}
-        panels = Panels(zero, zero if plan.delta else None, between)
+        panels = Panels(zero, zero if plan.shape.delta else None, between)
         panels = lax.fori_loop(0, plan.slices, functools.partial(part, i, place), panels)
         # Recomputed: see `lanes.zero`.
         _finish(plan, refs, own_buffers(), loaded, place, panels)
@@ -289,10 +294,11 @@ def _body(plan: Plan, names, *args):
     plgpu.barrier_wait(left)
 
 
-def decayed_chunks(q, k, g, beta, *, save, interpret=None):
+def decayed_chunks(shape: Shape, q, k, g, beta, *, save, interpret=None):
     """The chunks' operands, decayed.
 
     Args:
+        shape: Sizes and variant of the call.
         q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         k: The same shape.
         g: Log-decay, `[B, T, HV, K]` float32; -inf forgets.
@@ -305,15 +311,10 @@ def decayed_chunks(q, k, g, beta, *, save, interpret=None):
         dtype of `k`, and `kept` `[B, N, HV, K]` float32; with the delta rule also `keys`
         `[B, T, HV, K]`, the `inverse` and, if saved, the `overlaps` `M`, `[B, N, HV, C, C]`.
     """
-    batch, tokens, key_heads, key_dim = q.shape
-    heads = g.shape[2]
-    plan = Plan(
-        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, q.dtype,
-        beta is not None, interpret is not None, save,
-    )  # fmt: skip
+    plan = Plan(shape=shape, save=save, interpret=interpret is not None)
     inputs = {"q": q, "k": k, "g": g} | ({} if beta is None else {"beta": beta})
     barriers = {"keys": plgpu.Barrier(num_arrivals=3, num_barriers=plan.warpgroups)}
-    if plan.delta:
+    if shape.delta:
         barriers |= {"beta": plgpu.Barrier(num_barriers=plan.warpgroups)}
     names = (*inputs, *plan.outputs)
     kernel = plgpu.kernel(

@@ -16,7 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
+from deltanet_jax.core.problem import GateKind
 from deltanet_jax.kernels.mosaic_gpu.blocks import launches
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = ["advance"]
@@ -26,74 +28,64 @@ VECTOR = 4  # floats in one access
 WIDE, NARROW = 32, 16  # columns of a thread block
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything static about one launch; a thread block has `width` columns of one head."""
+    """Static values of a launch; a thread block has `width` columns of one head."""
 
-    batch: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    value_dim: int
-    width: int
+    shape: Shape
     scale: float
-    gate: str | None  # "scalar", "vector" or none
-    delta: bool
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def width(self) -> int:
+        """Wide parts of rows, unless that would leave SMs without a thread block."""
+        wide = self.shape.batch * self.shape.heads * self.shape.value_dim // WIDE
+        return NARROW if wide < sm_count() else WIDE
+
+    @property
+    def part(self) -> tuple[int, int]:
         """Shape of a thread block's part of the state."""
-        return self.key_dim, self.width
+        return self.shape.key_dim, self.width
 
     @property
     def layout(self) -> plgpu.Layout:
         """Every thread holds four columns of a few rows; a warp reads whole rows of its part."""
         lanes = self.width // VECTOR  # along a row
-        rows = self.key_dim // (WARPS * (LANES // lanes))
-        tiling = plgpu.Tiling((self.shape, (self.key_dim // WARPS, self.width), (rows, VECTOR)))
+        rows = self.shape.key_dim // (WARPS * (LANES // lanes))
+        tiling = plgpu.Tiling(
+            (self.part, (self.shape.key_dim // WARPS, self.width), (rows, VECTOR))
+        )
         return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)
-
-
-def plan_for(q, v, g, beta, scale: float) -> Plan:
-    """Choose wide parts of rows, unless that would leave SMs without a thread block."""
-    (batch, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
-    few = batch * heads * value_dim // WIDE < sm_count()
-    gate = None if g is None else {2: "scalar", 3: "vector"}[g.ndim]
-    return Plan(
-        batch, heads, heads // key_heads, key_dim, value_dim, NARROW if few else WIDE,
-        scale, gate, beta is not None,
-    )  # fmt: skip
 
 
 def _body(plan: Plan, names: tuple[str, ...], *refs) -> None:
     refs = dict(zip(names, refs, strict=True))
-    item, parts = lax.axis_index("program"), plan.value_dim // plan.width
+    item, parts = lax.axis_index("program"), plan.shape.value_dim // plan.width
     columns = pl.ds(lax.rem(item, parts) * plan.width, plan.width)
     item = lax.div(item, parts)
-    batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
-    key_head = lax.div(head, plan.group)
+    batch, head = lax.div(item, plan.shape.heads), lax.rem(item, plan.shape.heads)
+    key_head = lax.div(head, plan.shape.group)
 
     def load(ref, layout) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def over_rows(x: jax.Array) -> jax.Array:
         """`x[i]` at every `[i, j]`."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.shape, [0]), plan.layout)
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.part, [0]), plan.layout)
 
     def over_columns(x: jax.Array) -> jax.Array:
         """`x[j]` at every `[i, j]`."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.shape, [1]), plan.layout)
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.part, [1]), plan.layout)
 
     row, column = plan.layout.reduce(1), plan.layout.reduce(0)
     state = load(refs["state"].at[batch, head, :, columns], plan.layout)
     k = over_rows(load(refs["k"].at[batch, key_head], row))
     q = over_rows(load(refs["q"].at[batch, key_head], row))
     written = load(refs["v"].at[batch, head, columns], column)
-    if plan.gate == "scalar":
+    if plan.shape.scalar_gate:
         state *= jnp.exp(refs["g"][batch, head])
-    elif plan.gate == "vector":
+    elif plan.shape.vector_gate:
         state *= over_rows(jnp.exp(load(refs["g"].at[batch, head], row)))
-    if plan.delta:
+    if plan.shape.delta:
         written = refs["beta"][batch, head] * (written - jnp.sum(k * state, axis=0))
     state += k * over_columns(written)
     target = refs.get("new_state", refs["state"])
@@ -119,7 +111,9 @@ def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=
     Returns:
         The output `[B, HV, V]` in the dtype of `v`, and the next state.
     """
-    plan = plan_for(q, v, g, beta, scale)
+    gates: dict[int, GateKind] = {2: "scalar", 3: "vector"}
+    gate = "none" if g is None else gates[g.ndim]
+    plan = Plan(shape=Shape.of(q=q, v=v, gate=gate, delta=beta is not None), scale=scale)
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
     inputs = {name: x for name, x in inputs.items() if x is not None}
     # The state comes last: after it the output, and where the next state goes.
@@ -129,7 +123,7 @@ def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=
         launches.named("decode", functools.partial(_body, plan, names)),
         out_type=out_type,
         mesh=plgpu.Mesh(
-            grid=(plan.batch * plan.heads * (plan.value_dim // plan.width),),
+            grid=(plan.shape.batch * plan.shape.heads * (plan.shape.value_dim // plan.width),),
             grid_names=("program",),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["decayed", "overlaps", "pair_decay", "scores"]
 
@@ -17,9 +18,9 @@ def pair_decay(tile) -> jax.Array:
     return jnp.exp(gap)
 
 
-def decayed(plan, tile, x: jax.Array) -> jax.Array:
+def decayed(shape: Shape, tile, x: jax.Array) -> jax.Array:
     """`D * x` of the pairs of a chunk; above the diagonal anything, not even finite."""
-    return x * pair_decay(tile) if plan.gated else x
+    return x * pair_decay(tile) if shape.scalar_gate else x
 
 
 def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
@@ -28,6 +29,6 @@ def overlaps(tile, name: str, meanwhile=None) -> jax.Array:
     return mma.products(((CHUNK, CHUNK), (pair,)), meanwhile=meanwhile)[0]
 
 
-def scores(plan, tile) -> jax.Array:
+def scores(shape: Shape, tile, *, interpret: bool) -> jax.Array:
     """`tril(D * (q k^T))` of a chunk."""
-    return lanes.masked(decayed(plan, tile, overlaps(tile, "q")), interpret=plan.interpret)
+    return lanes.masked(decayed(shape, tile, overlaps(tile, "q")), interpret=interpret)

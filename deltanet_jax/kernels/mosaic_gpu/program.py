@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "fill_rounds",
     "inputs_of",
     "launch",
-    "plan_for",
     "plane",
     "vectors_of",
 ]
@@ -36,78 +36,89 @@ __all__ = [
 WIDTH = 64  # columns of V of one warpgroup
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything static about one launch."""
+    """Mode of a recurrent kernel, and what follows from it; a vector gate is in the keys."""
 
-    batch: int
-    chunks: int
-    heads: int  # value heads
-    group: int  # value heads per key head
-    key_dim: int
-    value_dim: int
-    dtype: jnp.dtype
-    scale: float
-    delta: bool
-    gated: bool  # a scalar gate
-    channels: bool  # a vector gate, already in the keys and queries but for `kept`
-    save: bool  # what the backward needs
-    map_dim: int  # columns after those of V that carry the map of the state
-    only_state: bool  # no outputs but the state after the last chunk
-    reverse: bool  # the last chunk comes first, for gradients
-    columns: int  # consumer warpgroups, each on WIDTH columns of V
-    vectors: tuple[str, ...]  # loaded with every chunk
+    shape: Shape
     interpret: bool
+    scale: float = 1.0
+    save: bool = False  # what the backward needs
+    map_dim: int = 0  # columns after those of V that carry the map of the state
+    only_state: bool = False  # no outputs but the state after the last chunk
+    reverse: bool = False  # the last chunk comes first, for gradients
+
+    @property
+    def group(self) -> int:
+        """Value heads that read the same keys; those decayed by a vector gate have one each."""
+        return 1 if self.shape.vector_gate else self.shape.group
+
+    @property
+    def columns(self) -> int:
+        """Consumer warpgroups of an item, each on WIDTH columns of V.
+
+        Shared memory holds the state and two stages of one warpgroup at K = 256. Where thread
+        blocks are few, a warpgroup alone on its SM is faster.
+        """
+        alone = self.shape.key_dim > 128 or WIDTH in (self.shape.value_dim, self.map_dim)
+        return 1 if alone or are_few(self.shape, self.shape.value_dim + self.map_dim) else 2
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Vectors to load with every chunk; row and column views of one need two copies."""
+        gate = ("b", "b_column") if self.reverse else ("b", "b_column", "decay", "rest")
+        names = ("beta",) * self.shape.delta + gate * self.shape.scalar_gate
+        return names + ("kept",) * self.shape.vector_gate
 
     @property
     def slices(self) -> int:
-        return (self.value_dim + self.map_dim) // (self.columns * WIDTH)
+        return (self.shape.value_dim + self.map_dim) // (self.columns * WIDTH)
 
     @property
     def items(self) -> int:
-        return self.batch * self.heads * self.slices
+        return self.shape.batch * self.shape.heads * self.slices
 
     @property
     def side_by_side(self) -> int:
         """Items of a thread block: four warpgroups can divide an SM unevenly, two blocks cannot."""
-        small = (self.key_dim, self.columns) == (64, 1)
+        small = (self.shape.key_dim, self.columns) == (64, 1)
         # With the delta rule and a vector gate, shared memory does not hold two with the
         # residuals for the backward, nor two of the backward.
-        small &= not (self.channels and self.delta and (self.save or self.reverse))
+        small &= not (self.shape.vector_gate and self.shape.delta and (self.save or self.reverse))
         return 2 if small and self.items > sm_count() else 1
 
     @property
     def stride(self) -> int:
         """Stride of the chunks whose incoming state is stored."""
-        return state_planes.stride(self.value_dim, channels=self.channels)
+        return state_planes.stride(self.shape)
 
     @property
     def rows(self) -> tuple:
         """The blocks of rows of the state."""
-        return tuple(pl.ds(i, CHUNK) for i in range(0, self.key_dim, CHUNK))
+        return tuple(pl.ds(i, CHUNK) for i in range(0, self.shape.key_dim, CHUNK))
 
     @property
     def key_blocks(self) -> tuple:
         """The blocks of columns of the transposed state."""
-        width = 128 if (self.key_dim, self.columns) == (128, 1) else 64
-        return tuple(pl.ds(i, width) for i in range(0, self.key_dim, width))
+        width = 128 if (self.shape.key_dim, self.columns) == (128, 1) else 64
+        return tuple(pl.ds(i, width) for i in range(0, self.shape.key_dim, width))
 
     @property
     def key_tiles(self) -> tuple[str, ...]:
         """Tiles of keys: `k` reads, and writes unless there are `writes`."""
-        reads = () if self.channels and not self.delta else ("k",)
-        return reads + ("writes",) * self.channels + (() if self.map_dim else ("q",))
+        reads = () if self.shape.vector_gate and not self.shape.delta else ("k",)
+        return reads + ("writes",) * self.shape.vector_gate + (() if self.map_dim else ("q",))
 
     @property
     def writes(self) -> str:
         """The tile of the keys that write."""
-        return "writes" if self.channels else "k"
+        return "writes" if self.shape.vector_gate else "k"
 
     @property
     def pair_tiles(self) -> tuple[str, ...]:
         """Tiles of pairs of tokens that are loaded."""
-        loaded = self.channels and not self.map_dim
-        return ("inverse",) * self.delta + ("scores",) * loaded
+        loaded = self.shape.vector_gate and not self.map_dim
+        return ("inverse",) * self.shape.delta + ("scores",) * loaded
 
     @property
     def precise(self) -> bool:
@@ -117,23 +128,25 @@ class Plan:
         as it is. At K = 128 the stores of residuals bound the forward, and the second product
         costs nothing; elsewhere only the backward has registers for it.
         """
-        if self.dtype != jnp.bfloat16 or self.only_state:
+        if self.shape.dtype != jnp.bfloat16 or self.only_state:
             return False
-        return self.key_dim != 128 if self.reverse else self.save and self.key_dim == 128
+        return (
+            self.shape.key_dim != 128 if self.reverse else self.save and self.shape.key_dim == 128
+        )
 
     @property
     def score_tiles(self) -> int:
         """Tiles for `tril(D * (q k^T))` where it is computed; shared memory has one at K = 256."""
-        if self.map_dim or self.channels:
+        if self.map_dim or self.shape.vector_gate:
             return 0
-        return 2 if self.key_dim <= 128 else 1
+        return 2 if self.shape.key_dim <= 128 else 1
 
     @property
     def stages(self) -> int:
         """Chunks of an item in shared memory, which has two items at K = V = 64."""
-        roomy = (self.key_dim, self.columns) in ((128, 1), (64, 2))
-        roomy |= self.key_dim == 128 and not self.save and not self.reverse
-        return 3 if roomy and not self.channels else 2
+        roomy = (self.shape.key_dim, self.columns) in ((128, 1), (64, 2))
+        roomy |= self.shape.key_dim == 128 and not self.save and not self.reverse
+        return 3 if roomy and not self.shape.vector_gate else 2
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -147,7 +160,7 @@ class Plan:
             return 232, 40
         if self.columns == 1:
             # All that a thread can have is slower but where 248 would spill.
-            full = self.key_dim == 256 and self.gated and self.save
+            full = self.shape.key_dim == 256 and self.shape.scalar_gate and self.save
             return 256 if full else 248, 152
         return 200, 104
 
@@ -170,9 +183,9 @@ def inputs_of(q, k, inverse, vectors, channels) -> dict:
     return {name: x for name, x in inputs.items() if x is not None}
 
 
-def are_few(batch: int, heads: int, columns: int) -> bool:
+def are_few(shape: Shape, columns: int) -> bool:
     """Whether thread blocks of two consumers would leave half of the SMs without one."""
-    return batch * heads * columns // (2 * WIDTH) <= sm_count() // 2
+    return shape.batch * shape.heads * columns // (2 * WIDTH) <= sm_count() // 2
 
 
 def fill_rounds(programs: int) -> bool:
@@ -181,48 +194,23 @@ def fill_rounds(programs: int) -> bool:
     return 5 * programs >= 4 * rounds * sm_count()
 
 
-def _columns_of(batch: int, heads: int, key_dim: int, value_dim: int, map_dim: int = 0) -> int:
-    """Count the consumer warpgroups of a thread block.
-
-    Shared memory holds the state and two stages of one warpgroup at K = 256. Where thread blocks
-    are few, a warpgroup alone on its SM is faster.
-    """
-    alone = key_dim > 128 or value_dim == WIDTH or map_dim == WIDTH
-    return 1 if alone or are_few(batch, heads, value_dim + map_dim) else 2
-
-
 def vectors_of(beta, b, exponentials=None) -> dict:
     """The vectors of every chunk; row and column views of one vector need two copies."""
     vectors = {} if beta is None else {"beta": beta}
     return vectors if b is None else vectors | {"b": b, "b_column": b} | (exponentials or {})
 
 
-def plan_for(
-    q, v, vectors, channels, *,
-    scale, interpret, save=False, map_dim=0, only_state=False, reverse=False,
-) -> Plan:  # fmt: skip
-    """Return the plan for `q` `[B, T, H, K]`, `v` `[B, T, HV, V]` and vectors by name."""
-    batch, tokens, key_heads, key_dim = q.shape
-    heads, value_dim = v.shape[2:]
-    return Plan(
-        batch, tokens // CHUNK, heads, heads // key_heads, key_dim, value_dim, q.dtype,
-        float(scale), "beta" in vectors, "b" in vectors, channels is not None,
-        save, map_dim, only_state, reverse, _columns_of(batch, heads, key_dim, value_dim, map_dim),
-        (*vectors, *(() if channels is None else ("kept",))), interpret is not None,
-    )  # fmt: skip
-
-
 def _stages(plan: Plan, values: str) -> dict:
-    tile = functools.partial(smem.tile, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
     stages = plan.side_by_side * plan.stages
-    buffers = dict.fromkeys(plan.key_tiles, tile(stages, CHUNK, plan.key_dim))
+    buffers = dict.fromkeys(plan.key_tiles, tile(stages, CHUNK, plan.shape.key_dim))
     buffers[values] = tile(stages, plan.columns, CHUNK, WIDTH)
     if plan.score_tiles:
         buffers |= {"scores": tile(plan.side_by_side * plan.score_tiles, CHUNK, CHUNK)}
     buffers |= dict.fromkeys(plan.pair_tiles, tile(stages, CHUNK, CHUNK))
     sizes = dict.fromkeys(plan.vectors, CHUNK)
-    if plan.channels:
-        sizes["kept"] = plan.key_dim
+    if plan.shape.vector_gate:
+        sizes["kept"] = plan.shape.key_dim
     return buffers | {x: plgpu.SMEM((stages, n), jnp.float32) for x, n in sizes.items()}
 
 
@@ -243,7 +231,7 @@ def _item(plan: Plan):
 def _place(plan: Plan) -> tuple:
     """Batch, head and first columns of V of this warpgroup's item."""
     head, part = lax.div(_item(plan), plan.slices), lax.rem(_item(plan), plan.slices)
-    return lax.div(head, plan.heads), lax.rem(head, plan.heads), part * plan.columns
+    return lax.div(head, plan.shape.heads), lax.rem(head, plan.shape.heads), part * plan.columns
 
 
 def _column(plan: Plan):
@@ -269,7 +257,7 @@ def _load(plan: Plan, values: str, refs, buffers, loaded, i) -> None:
     """Issue the loads of the i-th chunk."""
     batch, head, first = _place(plan)
     stage = _stage(plan, i)
-    chunk = plan.chunks - 1 - i if plan.reverse else i
+    chunk = plan.shape.chunks - 1 - i if plan.reverse else i
 
     def copy(name, *index, part=()):
         target = buffers[name].at[(stage, *part)]
@@ -280,7 +268,7 @@ def _load(plan: Plan, values: str, refs, buffers, loaded, i) -> None:
         copy(name, batch, tokens, lax.div(head, plan.group))
     for j in range(plan.columns):
         # A map has no values; it loads some and drops them.
-        start = lax.rem((first + j) * WIDTH, plan.value_dim)
+        start = lax.rem((first + j) * WIDTH, plan.shape.value_dim)
         copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
     for name in plan.pair_tiles + plan.vectors:
         copy(name, batch, chunk, head)
@@ -295,7 +283,8 @@ def _serve(plan: Plan, load, buffers, barriers):
         stage = _stage(plan, i)
         plgpu.barrier_wait(loaded.at[stage])
         tile = {x: buffers[x].at[stage] for x in (*plan.key_tiles, *plan.vectors)}
-        scores = pairs.scores(plan, tile).astype(plan.dtype)
+        scores = pairs.scores(plan.shape, tile, interpret=plan.interpret)
+        scores = scores.astype(plan.shape.dtype)
         at = _score_tile(plan, i)
         buffers["scores"].at[at][...] = scores
         plgpu.commit_smem()
@@ -307,14 +296,14 @@ def _serve(plan: Plan, load, buffers, barriers):
             pair(i)
         last = _stage(plan, i + ahead)
         pl.when(i > 0)(lambda: plgpu.barrier_wait(freed.at[last]))
-        pl.when(i + ahead < plan.chunks)(lambda: load(i + ahead))
+        pl.when(i + ahead < plan.shape.chunks)(lambda: load(i + ahead))
         if plan.score_tiles == 1:
             pair(i)
 
-    for i in range(min(ahead, plan.chunks)):
+    for i in range(min(ahead, plan.shape.chunks)):
         load(i)
-    lax.fori_loop(0, plan.chunks, step, None)
-    last = plan.chunks - 1 + lanes.zero(interpret=plan.interpret)
+    lax.fori_loop(0, plan.shape.chunks, step, None)
+    last = plan.shape.chunks - 1 + lanes.zero(interpret=plan.interpret)
     plgpu.barrier_wait(freed.at[_stage(plan, last)])
 
 
@@ -391,7 +380,7 @@ def launch(
     """
     names = (*inputs, *outputs)
     computing, items = plan.side_by_side * plan.columns, plan.side_by_side
-    tile = functools.partial(smem.tile, computing, dtype=plan.dtype)
+    tile = functools.partial(smem.tile, computing, dtype=plan.shape.dtype)
     buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
     copies = len(plan.key_tiles + plan.pair_tiles + plan.vectors) + plan.columns
     kernel = plgpu.kernel(

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import program, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["reverse_states"]
 
@@ -30,7 +31,7 @@ def _write_cotangent(plan: Plan, tile, wait_scores):
     """Compute `dw`, over scale."""
     read = tile[plan.writes], smem.transposed(tile["state"])
     own = smem.transposed(tile["scores"]), tile["do"]
-    if not plan.gated:
+    if not plan.shape.scalar_gate:
         wait_scores()
         return mma.product(SHAPE, own, read)
     dw = mma.product(SHAPE, read)
@@ -41,10 +42,10 @@ def _write_cotangent(plan: Plan, tile, wait_scores):
 
 def _decayed(plan: Plan, tile, state: list) -> list:
     """Multiply the blocks of the state gradient by the decay over the chunk."""
-    if plan.channels:
+    if plan.shape.vector_gate:
         kept = [smem.row(tile["kept"].at[rows]) for rows in plan.rows]
         return [x * smem.over_rows(y, SHAPE) for x, y in zip(state, kept, strict=True)]
-    if plan.gated:
+    if plan.shape.scalar_gate:
         kept = jnp.exp(tile["b"][CHUNK - 1])
         return [x * kept for x in state]
     return state
@@ -53,9 +54,9 @@ def _decayed(plan: Plan, tile, state: list) -> list:
 def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
     """Walk one chunk; return the gradient of the state before it."""
     dv = _write_cotangent(plan, tile, wait_scores)
-    if plan.delta:
+    if plan.shape.delta:
         weighted = dv * smem.over_rows(smem.row(tile["beta"]), SHAPE)
-        parts = {"error": weighted.astype(plan.dtype)}
+        parts = {"error": weighted.astype(plan.shape.dtype)}
         if plan.precise:
             halves = lanes.halves(weighted, interpret=plan.interpret)
             parts = dict(zip(("error", "dv"), halves, strict=True))
@@ -65,21 +66,21 @@ def _chunk(plan: Plan, refs, tile, wait_scores, tokens, state):
         inverse = smem.transposed(tile["inverse"])
         dv = mma.product(SHAPE, *((inverse, tile[name]) for name in parts))
     if not plan.only_state:
-        tile["dv"][...] = (dv * plan.scale).astype(plan.dtype)
-    if plan.gated:
+        tile["dv"][...] = (dv * plan.scale).astype(plan.shape.dtype)
+    if plan.shape.scalar_gate:
         decay = smem.over_rows(jnp.exp(smem.row(tile["b"])), SHAPE)
         dv *= decay
-        tile["do"][...] = (smem.matrix(tile["do"]) * decay).astype(plan.dtype)
+        tile["do"][...] = (smem.matrix(tile["do"]) * decay).astype(plan.shape.dtype)
     state = _decayed(plan, tile, state)
-    if plan.delta:
-        tile["error"][...] = (-dv).astype(plan.dtype)
+    if plan.shape.delta:
+        tile["error"][...] = (-dv).astype(plan.shape.dtype)
     plgpu.commit_smem()
     if not plan.only_state:
         plgpu.copy_smem_to_gmem(tile["dv"], refs["dv"].at[tokens])
     steps = []
     for block, rows in zip(state, plan.rows, strict=True):
         pairs = [(smem.transposed(tile["q"].at[:, rows]), tile["do"])]
-        if plan.delta:
+        if plan.shape.delta:
             pairs += [(smem.transposed(tile["k"].at[:, rows]), tile["error"])]
         steps += [(block, pairs)]
     return mma.accumulate(*steps, interpret=plan.interpret)
@@ -91,17 +92,17 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     def store_cotangent(tile, tokens):
         # Recomputed: held in a register over the loop, it would make others spill.
         plane = program.plane(plan)
-        for i, name in enumerate(state_planes.planes_of(plan.value_dim)):
+        for i, name in enumerate(state_planes.planes_of(plan.shape.value_dim)):
             target = refs[name].at[batch, tokens, head]
             store = functools.partial(plgpu.copy_smem_to_gmem, tile, target)
             pl.when(plane == i)(store)
 
     def step(i, state):
-        chunk, tile = plan.chunks - 1 - i, own()["state"]
+        chunk, tile = plan.shape.chunks - 1 - i, own()["state"]
         # The stores of the chunk before read the tiles that this one fills.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for rows, block in zip(plan.rows, state, strict=True):
-            low = block.astype(plan.dtype)
+            low = block.astype(plan.shape.dtype)
             smem.store_transposed(tile.at[:, rows], low, interpret=plan.interpret)
         plgpu.commit_smem()
         tokens = pl.ds(chunk * CHUNK, CHUNK)
@@ -117,7 +118,7 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
     state = [smem.zeros(SHAPE) for _ in places]
     if "end" in refs:
         state = [smem.load_f32(refs["end"].at[place]) for place in places]
-    state = lax.fori_loop(0, plan.chunks, step, state)
+    state = lax.fori_loop(0, plan.shape.chunks, step, state)
     if "dstate" in refs:
         for place, block in zip(places, state, strict=True):
             refs["dstate"].at[place][...] = block
@@ -125,12 +126,13 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
 
 
 def reverse_states(
-    q, k, do, inverse, dstate, *,
+    shape: Shape, q, k, do, inverse, dstate, *,
     beta, b, channels=None, scale, start=True, only_state=False, interpret=None,
 ):  # fmt: skip
     """Compute gradients of the values, and of the state around every chunk.
 
     Args:
+        shape: Sizes and variant of the call.
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
         do: Gradient of the outputs, `[B, T, HV, V]`.
@@ -152,25 +154,28 @@ def reverse_states(
         state `dstate` `[B, HV, K, V]`, float32.
     """
     vectors = program.vectors_of(beta, b)
-    plan = program.plan_for(
-        q, do, vectors, channels,
-        scale=scale, interpret=interpret, only_state=only_state, reverse=True,
-    )  # fmt: skip
+    plan = Plan(
+        shape=shape,
+        scale=float(scale),
+        only_state=only_state,
+        reverse=True,
+        interpret=interpret is not None,
+    )
     inputs = {"do": do} | program.inputs_of(q, k, inverse, vectors, channels)
     if dstate is not None:
         inputs |= {"end": dstate}
-    own = {"state": (WIDTH, plan.key_dim)}
+    own = {"state": (WIDTH, shape.key_dim)}
     if not only_state:
         own |= {"dv": SHAPE}
-    if plan.delta:
+    if shape.delta:
         own |= {"error": SHAPE}
-    shape = jax.ShapeDtypeStruct
-    first = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
-    outputs = {"dstate": shape(first, jnp.float32)} if start else {}
+    array = jax.ShapeDtypeStruct
+    first = (shape.batch, shape.heads, shape.key_dim, shape.value_dim)
+    outputs = {"dstate": array(first, jnp.float32)} if start else {}
     if not only_state:
-        plane = shape((*do.shape[:3], plan.key_dim), do.dtype)
-        outputs |= {"dv": shape(do.shape, do.dtype)}
-        outputs |= dict.fromkeys(state_planes.planes_of(plan.value_dim), plane)
+        plane = array((*do.shape[:3], shape.key_dim), do.dtype)
+        outputs |= {"dv": array(do.shape, do.dtype)}
+        outputs |= dict.fromkeys(state_planes.planes_of(shape.value_dim), plane)
     return program.launch(
         "reverse_states", plan, _walk, inputs, outputs, own,
         values="do", interpret=interpret,

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import program, run_states_fused
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["run_states", "state_maps"]
 
@@ -35,7 +36,7 @@ def _values(plan: Plan, tile, place) -> jax.Array:
     values = smem.load_transposed(tile["v"], interpret=plan.interpret)
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
-        values *= jnp.where(place[2].start < plan.value_dim, 1.0, 0.0)
+        values *= jnp.where(place[2].start < plan.shape.value_dim, 1.0, 0.0)
     return values
 
 
@@ -45,10 +46,10 @@ def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
         return {}
     total = [jnp.zeros(SHAPE, jnp.float32) for _ in names]
     for block, keys in zip(state, plan.key_blocks, strict=True):
-        low = block.astype(plan.dtype)
+        low = block.astype(plan.shape.dtype)
         pairs = [[(low, smem.transposed(tile[x].at[:, keys]))] for x in names]
         total = mma.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
-    if plan.gated:
+    if plan.shape.scalar_gate:
         total = [x * _over_tokens(tile, "decay") for x in total]
     return dict(zip(names, total, strict=True))
 
@@ -58,7 +59,7 @@ def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
     if plan.precise:
         parts = lanes.halves(error, interpret=plan.interpret)
         return [(part, smem.transposed(tile["inverse"])) for part in parts]
-    error = error.astype(plan.dtype)
+    error = error.astype(plan.shape.dtype)
     if not isinstance(tile["inverse"], tuple):
         return [(error, smem.transposed(tile["inverse"]))]
     middle = CHUNK // 2
@@ -70,10 +71,10 @@ def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
 def _chunk(plan: Plan, tile, turns, chunk, place, state):
     """Walk one chunk; return the state after it, and `o^T` over `scale`."""
     # At K = 64, where two programs share a multiprocessor, registers hold one reading at a time.
-    early = plan.key_dim > 64 and not plan.only_state
-    read = _read(plan, tile, state, ("k",) * plan.delta + ("q",) * early)
+    early = plan.shape.key_dim > 64 and not plan.only_state
+    read = _read(plan, tile, state, ("k",) * plan.shape.delta + ("q",) * early)
     write = u = _values(plan, tile, place)
-    if plan.delta:
+    if plan.shape.delta:
         error = u - read["k"]
         turns.wait_inverse(chunk)
         u = mma.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
@@ -85,18 +86,18 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
         # The stores of the chunk before have read their tiles.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         turns.stored(chunk)
-        if plan.save and plan.delta:
+        if plan.save and plan.shape.delta:
             _keep(plan, tile["u"], u)
         if not early:
             read |= _read(plan, tile, state, ("q",))
             turns.free_inverse(chunk)
         turns.wait_scores(chunk)
-        pair = write.astype(plan.dtype), smem.transposed(tile["scores"])
+        pair = write.astype(plan.shape.dtype), smem.transposed(tile["scores"])
         steps = [(read["q"], [pair])]
-    if plan.gated:
+    if plan.shape.scalar_gate:
         write *= _over_tokens(tile, "rest")
     state = _decayed(plan, tile, state)
-    added = write.astype(plan.dtype)
+    added = write.astype(plan.shape.dtype)
     for block, keys in zip(state, plan.key_blocks, strict=True):
         steps += [(block, [(added, tile[plan.writes].at[:, keys])])]
     done = mma.accumulate(*steps, interpret=plan.interpret)
@@ -106,17 +107,17 @@ def _chunk(plan: Plan, tile, turns, chunk, place, state):
 
 def _decayed(plan: Plan, tile, state: list) -> list:
     """Multiply the blocks of the state by the decay over the chunk."""
-    if plan.channels:
+    if plan.shape.vector_gate:
         kept = [smem.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
         return [x * smem.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
-    if plan.gated:
+    if plan.shape.scalar_gate:
         kept = tile["decay"][CHUNK - 1]
         return [x * kept for x in state]
     return state
 
 
 def _keep(plan: Plan, tile, x: jax.Array) -> None:
-    smem.store_transposed(tile, x.astype(plan.dtype), interpret=plan.interpret)
+    smem.store_transposed(tile, x.astype(plan.shape.dtype), interpret=plan.interpret)
 
 
 def _walk(plan: Plan, refs, own, turns, batch, head, columns):
@@ -138,14 +139,14 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
         _keep(plan, tile["o"], o * plan.scale)
-        kept = jnp.logical_and(chunk + 1 < plan.chunks, lax.rem(chunk + 1, plan.stride) == 0)
+        kept = jnp.logical_and(chunk + 1 < plan.shape.chunks, lax.rem(chunk + 1, plan.stride) == 0)
         if plan.save:
             pl.when(kept)(lambda: keep_state(state))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile["o"], refs["o"].at[tokens])
         if plan.save:
             pl.when(kept)(lambda: save_state(chunk + 1))
-            if plan.delta:
+            if plan.shape.delta:
                 plgpu.copy_smem_to_gmem(tile["u"], refs["u"].at[tokens])
         return state
 
@@ -161,19 +162,20 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         keep_state(state)
         plgpu.commit_smem()
         save_state(0)
-    state = lax.fori_loop(0, plan.chunks, step, state)
+    state = lax.fori_loop(0, plan.shape.chunks, step, state)
     for at, block in zip(places, state, strict=True):
         smem.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
 
 
 def run_states(
-    q, k, v, inverse, state, *,
+    shape: Shape, q, k, v, inverse, state, *,
     beta, b, exponentials, channels=None, scale, save, interpret=None,
 ):  # fmt: skip
     """Compute outputs, the final state and the residuals.
 
     Args:
+        shape: Sizes and variant of the call.
         q: `[B, T, H, K]` with T a multiple of 64.
         k: The same shape.
         v: `[B, T, HV, V]`.
@@ -195,23 +197,23 @@ def run_states(
         `u` `[B, T, HV, V]`.
     """
     vectors = program.vectors_of(beta, b, exponentials)
-    plan = program.plan_for(q, v, vectors, channels, scale=scale, save=save, interpret=interpret)
+    plan = Plan(shape=shape, scale=float(scale), save=save, interpret=interpret is not None)
     own = {"o": SHAPE}
-    shape = jax.ShapeDtypeStruct
-    final = (plan.batch, plan.heads, plan.key_dim, plan.value_dim)
-    outputs = {"o": shape(v.shape, v.dtype), "final": shape(final, jnp.float32)}
+    array = jax.ShapeDtypeStruct
+    state_shape = (shape.heads, shape.key_dim, shape.value_dim)
+    outputs = {"o": array(v.shape, v.dtype)}
+    outputs |= {"final": array((shape.batch, *state_shape), jnp.float32)}
     if save:
-        runs = -(-plan.chunks // plan.stride)
-        states = (plan.batch, runs, plan.heads, plan.key_dim, plan.value_dim)
-        outputs |= {"states": shape(states, v.dtype)}
-        own |= {"state": (plan.key_dim, WIDTH)}
-        if plan.delta:
+        runs = -(-shape.chunks // plan.stride)
+        outputs |= {"states": array((shape.batch, runs, *state_shape), v.dtype)}
+        own |= {"state": (shape.key_dim, WIDTH)}
+        if shape.delta:
             own |= {"u": SHAPE}
-            outputs |= {"u": shape(v.shape, v.dtype)}
+            outputs |= {"u": array(v.shape, v.dtype)}
     inputs = {"v": v} | program.inputs_of(q, k, inverse, vectors, channels)
     if state is not None:
         inputs |= {"start": state}
-    if plan.delta and inverse is None:
+    if shape.delta and inverse is None:
         return run_states_fused.launch(
             "run_states", plan, _walk, inputs, outputs, interpret=interpret
         )
@@ -221,10 +223,13 @@ def run_states(
     )  # fmt: skip
 
 
-def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret=None):
+def state_maps(
+    shape: Shape, k, v, inverse, *, beta, b, exponentials, channels=None, interpret=None
+):
     """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
 
     Args:
+        shape: Sizes and variant of the call.
         k: `[B, T, H, K]` with T a multiple of 64.
         v: `[B, T, HV, V]`.
         inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
@@ -239,19 +244,14 @@ def state_maps(k, v, inverse, *, beta, b, exponentials, channels=None, interpret
         `M` `[B, HV, K, K]`, and `[B, HV, K, V + K]` that begins with the columns of `R`; a kernel
         reads them there without a copy. Both float32.
     """
-    heads, value_dim = v.shape[2:]
-    writes = k if channels is None else channels["writes"]
-    batch, _, _, key_dim = writes.shape
+    key_dim, value_dim = shape.key_dim, shape.value_dim
     vectors = program.vectors_of(beta, b, exponentials)
-    plan = program.plan_for(
-        writes, v, vectors, channels,
-        scale=1.0, interpret=interpret, map_dim=key_dim, only_state=True,
-    )  # fmt: skip
+    plan = Plan(shape=shape, map_dim=key_dim, only_state=True, interpret=interpret is not None)
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
     inputs = {"v": v, "start": start} | program.inputs_of(None, k, inverse, vectors, channels)
     own = {}
-    outputs = {"final": jax.ShapeDtypeStruct((batch, heads, *start.shape), jnp.float32)}
+    outputs = {"final": jax.ShapeDtypeStruct((shape.batch, shape.heads, *start.shape), jnp.float32)}
     final = program.launch(
         "state_maps", plan, _walk, inputs, outputs, own,
         values="v", barriers=False, interpret=interpret,

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import chunk_inverses, pairs
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
 from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan, Turns, are_few, fill_rounds
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["covers", "launch"]
 
@@ -32,19 +33,19 @@ KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
 REGISTERS = {128: (184, 72), 64: (168, 88)}
 
 
-def covers(k, v, *, save: bool) -> bool:
-    """Whether to run the keys `[B, T, H, K]` and values `[B, T, HV, V]` of a delta rule here.
+def covers(shape: Shape, *, save: bool) -> bool:
+    """Whether a delta rule of this shape is to run here.
 
     The inverse is then computed by the only thread block that reads it, with tiles in bfloat16.
     Residuals for the backward need more registers than two warpgroups leave.
     """
-    batch, key_dim, (heads, value_dim) = k.shape[0], k.shape[3], v.shape[2:]
-    if save or key_dim != value_dim or key_dim not in REGISTERS or k.dtype != jnp.bfloat16:
+    square = shape.key_dim == shape.value_dim and shape.key_dim in REGISTERS
+    if save or not square or shape.dtype != jnp.bfloat16:
         return False
-    if key_dim == 128:
-        return not are_few(batch, heads, value_dim)
+    if shape.key_dim == 128:
+        return not are_few(shape, shape.value_dim)
     # Thread blocks without inverses share an SM there, and so end more evenly.
-    programs, odd = divmod(batch * heads, SERVERS * WIDTH // value_dim)
+    programs, odd = divmod(shape.batch * shape.heads, SERVERS * WIDTH // shape.value_dim)
     return not odd and fill_rounds(programs)
 
 
@@ -57,16 +58,19 @@ def _place(plan: Plan, number) -> tuple:
     """Batch and head of a chunk, or of a warpgroup of those that have a head each."""
     heads = _heads(plan)
     head = lax.axis_index("program") * heads + lax.rem(number, heads)
-    return lax.div(head, plan.heads), lax.rem(head, plan.heads)
+    return lax.div(head, plan.shape.heads), lax.rem(head, plan.shape.heads)
 
 
 def _buffers(plan: Plan) -> dict:
-    tile = functools.partial(smem.tile, dtype=plan.dtype)
-    buffers = {"k": tile(KEYS, CHUNK, plan.key_dim), "q": tile(SERVERS, CHUNK, plan.key_dim)}
+    tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
+    buffers = {
+        "k": tile(KEYS, CHUNK, plan.shape.key_dim),
+        "q": tile(SERVERS, CHUNK, plan.shape.key_dim),
+    }
     buffers |= {"v": tile(VALUES, SERVERS, CHUNK, WIDTH)}
     buffers |= {"scores": tile(SERVERS, CHUNK, CHUNK)}
     buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((KEYS, CHUNK), jnp.float32))
-    return buffers | {"inverse": chunk_inverses.inverse_buffers(plan.dtype, SERVERS)}
+    return buffers | {"inverse": chunk_inverses.inverse_buffers(plan.shape.dtype, SERVERS)}
 
 
 def _barriers(plan: Plan) -> dict:
@@ -86,12 +90,12 @@ def _barriers(plan: Plan) -> dict:
 def _serve(plan: Plan, refs, buffers, barriers, server):
     """Produce: load `q` and `k` of every other chunk, and prepare its inverse and scores."""
     heads = _heads(plan)
-    chunks = plan.chunks * heads
+    chunks = plan.shape.chunks * heads
 
     def load(name, i, stage):
         batch, head = _place(plan, i)
         tokens = pl.ds(lax.div(i, heads) * CHUNK, CHUNK)
-        source = refs[name].at[batch, tokens, lax.div(head, plan.group)]
+        source = refs[name].at[batch, tokens, lax.div(head, plan.shape.group)]
         plgpu.copy_gmem_to_smem(source, buffers[name].at[stage], barriers[name].at[stage])
 
     def load_keys(i):
@@ -128,12 +132,12 @@ def _serve(plan: Plan, refs, buffers, barriers, server):
                 following = i - SERVERS + KEYS
                 pl.when(following < chunks)(lambda: load_keys(following))
 
-        x = chunk_inverses.minus_overlaps(plan, tile, load_queries)
-        chunk_inverses.store_inverse(x, inverse, dtype=plan.dtype, interpret=plan.interpret)
+        x = chunk_inverses.minus_overlaps(plan.shape, tile, load_queries)
+        chunk_inverses.store_inverse(x, inverse, dtype=plan.shape.dtype, interpret=plan.interpret)
         plgpu.barrier_wait(barriers["q"].at[server])
-        scores = pairs.decayed(plan, tile, pairs.overlaps(tile, "q", load_following))
+        scores = pairs.decayed(plan.shape, tile, pairs.overlaps(tile, "q", load_following))
         scores = lanes.masked(scores, interpret=plan.interpret)
-        buffers["scores"].at[server][...] = scores.astype(plan.dtype)
+        buffers["scores"].at[server][...] = scores.astype(plan.shape.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers["ready"].at[server])
 
@@ -184,9 +188,9 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
 
     def stored(i):
         ahead = i + VALUES - 1
-        pl.when(jnp.logical_and(i > 0, ahead < plan.chunks))(lambda: load(ahead))
+        pl.when(jnp.logical_and(i > 0, ahead < plan.shape.chunks))(lambda: load(ahead))
 
-    for i in range(min(VALUES, plan.chunks)):
+    for i in range(min(VALUES, plan.shape.chunks)):
         load(i)
     return Turns(
         wait,
@@ -201,7 +205,7 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
 def _body(plan: Plan, walk, names, *args):
     *refs, buffers, barriers = args
     refs = dict(zip(names, refs, strict=True))
-    role, registers = lax.axis_index("role"), REGISTERS[plan.key_dim]
+    role, registers = lax.axis_index("role"), REGISTERS[plan.shape.key_dim]
 
     @pl.when(role < SERVERS)
     def _():
@@ -225,7 +229,7 @@ def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpre
         launches.named(name, functools.partial(_body, plan, walk, names)),
         out_type=tuple(outputs.values()),
         scratch_types=(_buffers(plan), _barriers(plan)),
-        grid=(plan.batch * plan.heads // _heads(plan),),
+        grid=(plan.shape.batch * plan.shape.heads // _heads(plan),),
         grid_names=("program",),
         num_threads=2 * SERVERS,
         thread_name="role",

@@ -13,19 +13,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, smem
+from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of", "stride"]
 
 WIDTH = CHUNK  # columns of V in a plane, which has a token for each of them
 
 
-def stride(value_dim: int, *, channels: bool = False) -> int:
+def stride(shape: Shape) -> int:
     """Return the stride of the chunks whose incoming state is stored.
 
     It is 1 where the gradients read the state in parts, which leave none of it in shared memory,
     and with a vector gate.
     """
-    return 1 if channels or value_dim > 128 else 2
+    return 1 if shape.vector_gate or shape.value_dim > 128 else 2
 
 
 def planes_of(value_dim: int) -> tuple[str, ...]:
