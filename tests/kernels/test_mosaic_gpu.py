@@ -49,6 +49,14 @@ CASES = {
     "gated-both-128": {"T": 190, "K": 128, "V": 128, "gate": 0.2},
     "both-256": {"T": 70, "K": 256, "V": 256, "gate": 0.2},
     "kda-values-128": {"T": 70, "HV": 2, "V": 128, "gate": 0.2, "channels": True},
+    "odd-sizes": {"T": 70, "HV": 2, "K": 24, "V": 50},
+    "gated-odd-sizes": {"T": 70, "K": 96, "V": 100, "gate": 0.2},
+    "wide-values": {"T": 70, "H": 2, "HV": 4, "V": 300, "gate": 0.2, "segments": True},
+    "wide-keys": {"T": 70, "H": 2, "HV": 4, "K": 300, "V": 40, "delta": False},
+    "kda-wide-values": {"T": 66, "H": 2, "HV": 4, "K": 50, "V": 140, "gate": 0.2, "channels": True},
+    "gla-wide": {
+        "T": 66, "H": 2, "HV": 4, "K": 136, "V": 72, "gate": 5.0, "delta": False, "channels": True,
+    },
 }
 
 

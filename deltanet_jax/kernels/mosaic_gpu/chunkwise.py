@@ -21,6 +21,7 @@ from deltanet_jax.kernels.mosaic_gpu import (
     reverse_states,
     run_states,
     run_states_fused,
+    sizes,
     split,
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
@@ -75,13 +76,15 @@ def chunkwise(
         return problem.v, state
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
-    beta = None if problem.beta is None else problem.beta.astype(jnp.float32)
-    tokens = problem.tokens._replace(g=_gate(problem), beta=beta)
-    (B, _, _, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
+    wide = sizes.widen(dataclasses.replace(problem, initial_state=state))
+    beta = None if wide.beta is None else wide.beta.astype(jnp.float32)
+    tokens = wide.tokens._replace(g=_gate(wide), beta=beta)
+    (B, _, _, K), (HV, V) = wide.q.shape, wide.v.shape[2:]
     pieces = split.pieces_of(B, -(-T // CHUNK), HV, K, V)
     tokens = jax.tree.map(lambda x: _pad(x, pieces * CHUNK), tokens)
-    o, final = _run(Call(problem.scale, pieces, starts, interpret or None), tokens, state)
-    return o[:, :T], final
+    call = Call(problem.scale, pieces, starts, interpret or None)
+    o, final = _run(call, tokens, wide.initial_state)
+    return sizes.narrow(problem, o[:, :T], final)
 
 
 def _gate(problem: Problem) -> jax.Array | None:

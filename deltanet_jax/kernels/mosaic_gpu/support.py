@@ -3,14 +3,13 @@
 import jax
 
 from deltanet_jax.core.problem import Problem
+from deltanet_jax.kernels.mosaic_gpu import sizes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 
 __all__ = ["LOWEST_GATE", "why_not", "why_not_compile_one_token", "why_not_one_token"]
 
 LOWEST_GATE = -104.0  # a gate whose exponential is 0 in float32, and sums of some keep their digits
 FIELDS = ("q", "k", "v", "g", "beta")  # per-token arrays that the kernels take
-HEAD_DIMS = (64, 128, 256)
-LARGEST_BESIDE_CHANNELS = 128  # with a vector gate
 OLDEST_JAX = (0, 11, 2)
 # From here on Mosaic GPU refuses the decoding kernel's loads of parts of a cache line.
 DECODE_BEFORE_JAX = (0, 12)
@@ -20,19 +19,13 @@ def why_not(problem: Problem, chunk_size: int | None = None) -> str | None:
     """Return why these kernels cannot run the problem, or `None`."""
     if others := problem.fields_beside(FIELDS):
         return f"the Hopper kernels do not take `{others[0]}`"
-    q, v = problem.q, problem.v
-    K, V = q.shape[-1], v.shape[-1]
-    dtypes = {str(x.dtype) for x in (q, problem.k, v)}
+    dtypes = {str(x.dtype) for x in (problem.q, problem.k, problem.v)}
     if len(dtypes) != 1 or not dtypes & {"bfloat16", "float16"}:
         got = ", ".join(sorted(dtypes))
         return f"the Hopper kernels take bfloat16 or float16 inputs of one dtype; got {got}"
-    if K not in HEAD_DIMS or V not in HEAD_DIMS:
-        return f"the Hopper kernels need head sizes in {HEAD_DIMS}; got K={K}, V={V}"
-    if problem.gate == "vector" and max(K, V) > LARGEST_BESIDE_CHANNELS:
-        return (
-            "with a vector gate the Hopper kernels need head sizes up to "
-            f"{LARGEST_BESIDE_CHANNELS}; got K={K}, V={V}"
-        )
+    K, delta = problem.q.shape[-1], problem.beta is not None
+    if reason := sizes.why_not(K, problem.gate, delta=delta):
+        return reason
     if chunk_size not in (None, CHUNK):
         return f"the Hopper kernels work in chunks of {CHUNK} tokens; got {chunk_size}"
     return _why_not_here()
@@ -48,8 +41,8 @@ def why_not_one_token(problem: Problem) -> str | None:
         return f"the decoding kernel takes one token; got {T}"
     if {str(x.dtype) for x in (q, problem.k, v)} & {"float64"}:
         return "the decoding kernel keeps its state in float32; got float64 inputs"
-    if K not in HEAD_DIMS or V not in HEAD_DIMS:
-        return f"the decoding kernel needs head sizes in {HEAD_DIMS}; got K={K}, V={V}"
+    if K not in sizes.HEAD_DIMS or V not in sizes.HEAD_DIMS:
+        return f"the decoding kernel needs head sizes in {sizes.HEAD_DIMS}; got K={K}, V={V}"
     return _why_not_here()
 
 
