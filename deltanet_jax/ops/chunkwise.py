@@ -1,7 +1,8 @@
 """The chunkwise algorithms in plain XLA: parallel inside chunks, serial across them.
 
 Both store only one state per segment or chunk for the backward pass and compute the rest
-again, so temporary memory does not grow with what a chunk needs.
+again, so temporary memory does not grow with what a chunk needs. Where memory is given, form 2
+prepares more at a time, or the whole sequence, and then computes nothing twice.
 """
 
 from collections.abc import Callable
@@ -32,12 +33,25 @@ Precision = jax.lax.Precision | None
 Block = Callable[..., tuple[State, jax.Array]]
 
 
-def chunkwise(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Form 2 (WY): `W` and `U` of many chunks in parallel, two products per chunk in series."""
-    T = problem.q.shape[1]
+def chunkwise(
+    problem: Problem, chunk_size: int | None = None, *, prepared: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Form 2 (WY): `W` and `U` of many chunks in parallel, two products per chunk in series.
+
+    `prepared` is how many values of keys and values memory is given for. A segment is as long as
+    that allows, and at least `SEGMENT_TOKENS`; a whole sequence within it is kept as it is.
+    """
+    problem = problem.with_repeated_keys()
+    B, T, HV, V = problem.v.shape
     C = min(chunk_size or DEFAULT_CHUNK, T)
-    segment = max(1, min(SEGMENT_TOKENS, T) // C) * C
-    return _scan_blocks(problem, segment, partial(_wy_segment, chunk_size=C))
+    row = B * HV * (problem.k.shape[-1] + V)
+    segment = min(max(SEGMENT_TOKENS, prepared // max(row, 1)), T)
+    block = partial(_wy_segment, chunk_size=C)
+    if segment == T and row * T <= prepared:
+        body = partial(_rounded, problem, block)
+        final_state, o = body(start_state(problem), tokens_of(problem))
+        return o[:, :T], final_state
+    return _scan_blocks(problem, max(1, segment // C) * C, block)
 
 
 def chunkwise_solve(problem: Problem, chunk_size: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -51,14 +65,17 @@ def chunkwise_solve(problem: Problem, chunk_size: int | None = None) -> tuple[ja
 def _scan_blocks(problem: Problem, size: int, block: Block) -> tuple[jax.Array, jax.Array]:
     """Pass the state through blocks of `size` tokens; only it is stored for the backward pass."""
     problem = problem.with_repeated_keys()
-
-    # Scaled and rounded block by block: no pass over the whole output in the wider type.
-    def body(state: State, tokens: Tokens) -> tuple[State, jax.Array]:
-        state, o = block(state, tokens, precision=problem.precision)
-        return state, (o * problem.scale).astype(problem.v.dtype)
-
+    body = partial(_rounded, problem, block)
     final_state, o = scan_blocks(body, start_state(problem), tokens_of(problem), size)
     return o, final_state
+
+
+def _rounded(
+    problem: Problem, block: Block, state: State, tokens: Tokens
+) -> tuple[State, jax.Array]:
+    """One block, scaled and rounded: no pass over the whole output in the wider type."""
+    state, o = block(state, tokens, precision=problem.precision)
+    return state, (o * problem.scale).astype(problem.v.dtype)
 
 
 def _solve_chunks(

@@ -33,8 +33,10 @@ Algorithm = Callable[[Problem, int | None], tuple[jax.Array, jax.Array]]
 Implementation = str | Algorithm
 WhyNot = Callable[[Problem, int | None], str | None]
 
-SHORT = 16  # tokens up to which the recurrence costs less than preparing a chunk
 FEW_NUMBERS = 2**25  # in chunk maps up to which a GPU scans them: 1.3 GB in training
+# Keys and values that form 2 prepares together on a GPU, where each serial step costs launches:
+# 4 GB in training.
+PREPARED_ON_A_GPU = 2**27
 KERNEL_PLATFORMS = ("gpu", "tpu")
 
 
@@ -83,6 +85,12 @@ def _not_its_hardware(problem: Problem) -> str | None:
     return f"the kernels need a Hopper GPU or a TPU; this is a {platform}"
 
 
+def _chunkwise(problem: Problem, chunk_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """Form 2, with the memory of this platform."""
+    prepared = PREPARED_ON_A_GPU if _platform(problem) == "gpu" else 0
+    return chunkwise(problem, chunk_size, prepared=prepared)
+
+
 def _one_token(
     problem: Problem, chunk_size: int | None, *, in_place: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +132,7 @@ class Row(NamedTuple):
 IMPLEMENTATIONS: dict[str, Row] = {
     "recurrent": Row(recurrent),
     "associative": Row(associative),
-    "chunkwise": Row(chunkwise),
+    "chunkwise": Row(_chunkwise),
     "chunkwise_solve": Row(chunkwise_solve),
     "pallas": Row(_pallas, _pallas_why_not, _not_its_hardware),
 }
@@ -212,7 +220,7 @@ def _lookup(implementation: Implementation) -> Row:
 def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
     """Choose what measured best: see `docs/choosing.md`."""
     platform = _platform(problem)
-    if problem.q.shape[1] <= SHORT:
+    if problem.q.shape[1] <= 1:
         return recurrent
     kernels = IMPLEMENTATIONS["pallas"]
     if kernels.reason_as_candidate(problem, chunk_size) is None:
@@ -221,7 +229,7 @@ def _choose_best(problem: Problem, chunk_size: int | None) -> Algorithm:
     if platform == "gpu" and numbers_in_chunk_maps(problem, chunk_size) <= FEW_NUMBERS:
         return associative_chunks
     # Form 1 does the least arithmetic; form 2 has the shorter serial chain.
-    return chunkwise_solve if platform == "cpu" else chunkwise
+    return chunkwise_solve if platform == "cpu" else _chunkwise
 
 
 def _choose_first(

@@ -55,7 +55,14 @@ CASES = {
     "wide-keys": {"T": 70, "H": 2, "HV": 4, "K": 300, "V": 40, "delta": False},
     "kda-wide-values": {"T": 66, "H": 2, "HV": 4, "K": 50, "V": 140, "gate": 0.2, "channels": True},
     "gla-wide": {
-        "T": 66, "H": 2, "HV": 4, "K": 136, "V": 72, "gate": 5.0, "delta": False, "channels": True,
+        "T": 66,
+        "H": 2,
+        "HV": 4,
+        "K": 136,
+        "V": 72,
+        "gate": 5.0,
+        "delta": False,
+        "channels": True,
     },
 }
 
@@ -333,8 +340,7 @@ def test_the_kernel_chains_as_float32_does(key_dim, reverse):
     ("case", "reason"),
     [
         ({"dtype": "float32"}, "bfloat16 or float16"),
-        ({"K": 32}, "head sizes"),
-        ({"V": 96}, "head sizes"),
+        ({"K": 264}, "K of at most 256; got K=264"),
     ],
 )
 def test_reasons_are_named(case, reason):
@@ -348,4 +354,4 @@ def test_another_chunk_size_is_refused():
 
 def test_wide_heads_beside_a_gate_per_channel_are_refused():
     p = problem(inputs(T=4, K=256, gate=0.1, channels=True))
-    assert "up to 128" in mosaic_gpu.why_not(p, None)
+    assert "a vector gate the Hopper kernels need K of at most 128" in mosaic_gpu.why_not(p, None)

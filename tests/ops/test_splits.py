@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from deltanet_jax import linear_attention, step
+from deltanet_jax.ops.chunkwise import chunkwise
 from tests.cases import IMPLEMENTATIONS, LONG, VARIANTS, Inputs, Shape, layer_like, pairs, rng_for
+from tests.checks import assert_matches, run
 from tests.oracle import expected
 from tests.tolerances import TOLERANCES, assert_close
 
@@ -103,3 +105,11 @@ def test_step_keeps_its_state_in_float32_and_its_output_in_the_dtype_of_v() -> N
     o, state = step(**token, state=state, beta=beta)
     assert o.dtype == jax.numpy.bfloat16
     assert state.dtype == jax.numpy.float32
+
+
+@pytest.mark.parametrize("prepared", [8 * 600, 2**20], ids=["segments of 600", "whole"])
+@pytest.mark.parametrize("variant", ["kda", "gla"])
+def test_form_2_prepares_as_much_as_memory_is_given_for(variant: str, prepared: int) -> None:
+    inputs = layer_like(variant, Shape(1, 1100, 1, 4, 4))
+    algorithm = functools.partial(chunkwise, prepared=prepared)
+    assert_matches(run(inputs, "chunkwise", implementation=algorithm), expected(inputs))

@@ -96,9 +96,7 @@ def widen(problem: Problem) -> Problem:
     return dataclasses.replace(problem, tokens=tokens, initial_state=state)
 
 
-def narrow(
-    problem: Problem, o: jax.Array, state: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def narrow(problem: Problem, o: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return outputs and state of `widen(problem)` as those of `problem`."""
     (_, _, H, K), (HV, V) = problem.q.shape, problem.v.shape[2:]
     made = fit(K, V, problem.gate)
