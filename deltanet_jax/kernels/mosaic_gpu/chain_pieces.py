@@ -10,6 +10,7 @@ product straight from registers. Products of split pairs (three of them) keep 16
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import lanes, launches, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.program import WIDTH
 
 __all__ = ["chain_pieces"]
@@ -36,27 +38,36 @@ class Plan:
     interpret: bool
 
 
-def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
+class Inputs(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    first: Ref
+    high: Ref
+    low: Ref
+    offsets: Ref
+
+
+def _body(plan: Plan, refs: Inputs, entering: Ref, buffers: tuple[Ref, Ref], loaded: Ref) -> None:
     item = lax.axis_index("program")
     part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
     batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
     columns = pl.ds(part * WIDTH, WIDTH)
     last = plan.pieces - 1  # of the order of the walk; its map is not read
 
-    def place(i):
+    def place(i: Index) -> tuple[Index, Index]:
         return batch * plan.pieces + (last - i if plan.reverse else i), head
 
-    def load(i):
+    def load(i: Index) -> None:
         stage = lax.rem(i, STAGES)
-        for source, target in zip((high, low), buffers, strict=True):
+        for source, target in zip((refs.high, refs.low), buffers, strict=True):
             plgpu.copy_gmem_to_smem(source.at[place(i)], target.at[stage], loaded.at[stage])
 
-    def store(i, state):
+    def store(i: Index, state: jax.Array) -> None:
         target = entering.at[(*place(i), slice(None), columns)]
         smem.store_f32_transposed(target, state, interpret=plan.interpret)
 
-    def step(i, state):
-        added = offsets.at[(*place(i), slice(None), columns)]
+    def step(i: Index, state: jax.Array) -> jax.Array:
+        added = refs.offsets.at[(*place(i), slice(None), columns)]
         added = smem.load_f32_transposed(added, interpret=plan.interpret)
         store(i, state)
         left = lanes.halves(state, interpret=plan.interpret)
@@ -74,12 +85,20 @@ def _body(plan: Plan, first, high, low, offsets, entering, buffers, loaded):
 
     for i in range(min(STAGES, last)):
         load(i)
-    start = first.at[batch, head, :, columns]
+    start = refs.first.at[batch, head, :, columns]
     state = smem.load_f32_transposed(start, interpret=plan.interpret)
     store(last, lax.fori_loop(0, last, step, state))
 
 
-def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=None):
+def chain_pieces(
+    first: jax.Array,
+    maps: tuple[jax.Array, ...],
+    offsets: jax.Array,
+    pieces: int,
+    *,
+    reverse: bool,
+    interpret: object = None,
+) -> jax.Array:
     """Return the state that enters every piece, from that of the first (the last if `reverse`).
 
     Args:
@@ -103,13 +122,14 @@ def chain_pieces(first, maps, offsets, pieces: int, *, reverse: bool, interpret=
         interpret=interpret is not None,
     )
     tile = smem.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
-    kernel = plgpu.kernel(
-        launches.named("chain_pieces", functools.partial(_body, plan)),
-        out_type=jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32),
-        scratch_types=((tile, tile), plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)),
-        grid=(batch * heads * plan.slices,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    high, low = maps
+    return launches.launch(
+        "chain_pieces",
+        functools.partial(_body, plan),
+        Inputs(first, high, low, offsets),
+        jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32),
+        (tile, tile),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        programs=batch * heads * plan.slices,
         interpret=interpret,
     )
-    return kernel(first, *maps, offsets)

@@ -13,7 +13,8 @@ gradients of `log f` then climb down the ladder.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,11 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
     warp,
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
-from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import SLICE, SWIZZLE
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import SLICE, SWIZZLE, DecayedChunks
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
-__all__ = ["chunk_gradients"]
+__all__ = ["ChannelGradients", "channel_gradients"]
 
 KEYS = (CHUNK, SLICE)
 SQUARE = (CHUNK, CHUNK)
@@ -47,43 +49,101 @@ class Plan:
     shape: Shape
     interpret: bool
 
-    @property
-    def cotangents(self) -> tuple[str, ...]:
-        return ("queries", "writes") + ("keys",) * self.shape.delta
+
+class Inputs(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    q: Ref
+    k: Ref
+    g: Ref
+    kept: Ref  # this and the following are gradients
+    queries: Ref
+    writes: Ref
+    keys: Ref  # `None` without the delta rule
+    scores: Ref
+    overlaps: Ref  # `None` without the delta rule
+
+
+class ChannelGradients(NamedTuple):
+    """Gradients of q, k and g, `[B, T, HV, K]`; one for each value head."""
+
+    dq: Ref
+    dk: Ref
+    dg: Ref  # float32
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block; a tuple has a tile for each of `channel_decay.BETWEEN`."""
+
+    q: Ref
+    k: Ref
+    g: Ref
+    dg: Ref
+    kept: Ref  # this and the following three are gradients
+    queries: Ref
+    writes: Ref
+    keys: Ref
+    q_levels: tuple[Ref, ...]
+    k_levels: tuple[Ref, ...]
+    scores: tuple[Ref, ...]
+    overlaps: tuple[Ref, ...] | None
+    exchange: Ref
+    exchange_up: Ref
 
     @property
-    def pairs(self) -> tuple[str, ...]:
-        return ("scores",) + ("overlaps",) * self.shape.delta
+    def pairs(self) -> tuple[tuple[Ref, ...], ...]:
+        """The gradients of pairs of tokens."""
+        return (self.scores,) if self.overlaps is None else (self.scores, self.overlaps)
 
 
-def _scratch(plan: Plan):
+class Loaded(NamedTuple):
+    """Barriers of loads."""
+
+    pairs: Ref
+    keys: Ref
+    cotangents: Ref
+
+
+def _scratch(plan: Plan) -> tuple[Scratch, Loaded]:
+    delta, levels = plan.shape.delta, len(channel_decay.BETWEEN)
     # Of one place: see `lanes.zero`.
     keys = smem.tile(1, *KEYS, dtype=plan.shape.dtype, swizzle=SWIZZLE)
     square = smem.tile(1, *SQUARE, dtype=plan.shape.dtype, swizzle=SWIZZLE)
-    buffers = dict.fromkeys(("q", "k", *plan.cotangents), keys)
-    buffers |= dict.fromkeys(("g", "dg"), smem.tile(1, *KEYS, dtype=jnp.float32))
-    buffers |= {"kept": plgpu.SMEM((1, SLICE), jnp.float32)}
-    for size in channel_decay.BETWEEN:
-        buffers |= {f"q{size}": keys, f"k{size}": keys}
-        buffers |= {f"{name}{size}": square for name in plan.pairs}
-    for uniform in (True, False):
-        shape = warp.exchange_shape(SLICE, uniform=uniform)
-        buffers |= {f"exchange{'_up' * uniform}": plgpu.SMEM((1, *shape), jnp.float32)}
-    loaded = {
-        "pairs": plgpu.Barrier(num_arrivals=len(plan.pairs)),
-        "keys": plgpu.Barrier(num_arrivals=4),
-        "cotangents": plgpu.Barrier(num_arrivals=len(plan.cotangents)),
-    }
-    return buffers, loaded
+    gate = smem.tile(1, *KEYS, dtype=jnp.float32)
+    up, down = (
+        plgpu.SMEM((1, *warp.exchange_shape(SLICE, uniform=uniform)), jnp.float32)
+        for uniform in (True, False)
+    )
+    tiles = Scratch(
+        q=keys,
+        k=keys,
+        g=gate,
+        dg=gate,
+        kept=plgpu.SMEM((1, SLICE), jnp.float32),
+        queries=keys,
+        writes=keys,
+        keys=keys if delta else None,
+        q_levels=(keys,) * levels,
+        k_levels=(keys,) * levels,
+        scores=(square,) * levels,
+        overlaps=(square,) * levels if delta else None,
+        exchange=down,
+        exchange_up=up,
+    )
+    loaded = Loaded(
+        pairs=plgpu.Barrier(num_arrivals=2 if delta else 1),
+        keys=plgpu.Barrier(num_arrivals=4),
+        cotangents=plgpu.Barrier(num_arrivals=3 if delta else 2),
+    )
+    return tiles, loaded
 
 
-def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
+def _cut_pairs(plan: Plan, levels: tuple[Ref, ...]) -> jax.Array:
     """Make a tile of the pairs of each size between blocks of 16; return those within.
 
     The gradients of all pairs arrive in the tile of the smallest of these sizes.
     """
-    first, *_ = channel_decay.BETWEEN
-    x = smem.matrix(buffers[f"{name}{first}"])
+    x = smem.matrix(levels[0])
     row_block = lax.div(
         plgpu.broadcasted_iota(jnp.int32, (CHUNK, BLOCK), 0, layout=smem.MATRIX), BLOCK
     )
@@ -91,13 +151,15 @@ def _cut_pairs(plan: Plan, buffers, name: str) -> jax.Array:
     for block in range(CHUNK // BLOCK):
         columns = x[:, block * BLOCK : (block + 1) * BLOCK]
         within = jnp.where(row_block == block, columns, within)
-    for size in channel_decay.BETWEEN:
+    for size, level in zip(channel_decay.BETWEEN, levels, strict=True):
         share = jnp.where(channel_decay.pairs(size), x, 0.0)
-        buffers[f"{name}{size}"][...] = share.astype(plan.shape.dtype)
+        level[...] = share.astype(plan.shape.dtype)
     return within
 
 
-def _level_within(plan: Plan, panels, size: int, queries, keys):
+def _level_within(
+    plan: Plan, panels: list[jax.Array], size: int, queries: jax.Array, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """`dq'` and `dk'` of one size below 16."""
     mask = channel_decay.pairs(size, BLOCK)
     scores, *overlaps = (jnp.where(mask, x, 0.0).astype(plan.shape.dtype) for x in panels)
@@ -108,60 +170,79 @@ def _level_within(plan: Plan, panels, size: int, queries, keys):
     return apply((scores, keys, False)), apply(*terms)
 
 
-def _level_between(plan: Plan, buffers, size: int, queries, keys):
+def _level_between(
+    tiles: Scratch, size: int, queries: jax.Array, keys: jax.Array
+) -> list[jax.Array]:
     """`dq'` and `dk'` of one size from 16."""
-    q, k = (buffers[f"{x}{size}"] for x in "qk")
+    level = channel_decay.BETWEEN.index(size)
+    q, k = tiles.q_levels[level], tiles.k_levels[level]
     q[...] = queries
     k[...] = keys
     plgpu.commit_smem()
-    scores, *overlaps = (buffers[f"{name}{size}"] for name in plan.pairs)
+    scores, *overlaps = (levels[level] for levels in tiles.pairs)
     pairs = [(smem.transposed(scores), q)]
     for x in overlaps:
         pairs += [(x, k), (smem.transposed(x), k)]
     return mma.products((KEYS, [(scores, k)]), (KEYS, pairs))
 
 
-def _ends(plan: Plan, buffers, q, k, blocks, dq, dk):
+def _ends(
+    plan: Plan,
+    tiles: Scratch,
+    q: jax.Array,
+    k: jax.Array,
+    blocks: channel_decay.Blocks,
+    dq: jax.Array,
+    dk: jax.Array,
+) -> tuple[jax.Array, jax.Array, channel_decay.Sums]:
     """Differentiate the operands that meet states; return gradients of the whole chunk's sums."""
     through, after = blocks.from_start, blocks.to_end
 
-    def rounded(x):
+    def rounded(x: jax.Array) -> jax.Array:
         return lanes.widened(x.astype(plan.shape.dtype), interpret=plan.interpret)
 
-    d_queries, d_writes, *d_keys = (smem.matrix(buffers[x]) for x in plan.cotangents)
+    own = (tiles.queries, tiles.writes, *([tiles.keys] if plan.shape.delta else []))
+    d_queries, d_writes, *d_keys = (smem.matrix(x) for x in own)
     d_through = rounded(through * q) * d_queries
     dq += through * d_queries
     dk += after * d_writes
     for x in d_keys:
         d_through += rounded(through * k) * x
         dk += through * x
-    d_kept = smem.over_columns(smem.column(buffers["kept"]), KEYS)
+    d_kept = smem.over_columns(smem.column(tiles.kept), KEYS)
     first = plgpu.broadcasted_iota(jnp.int32, KEYS, 0, layout=smem.MATRIX) == 0
     d_block = jnp.where(first, blocks.block * d_kept, 0.0)
     return dq, dk, channel_decay.Sums(d_through, rounded(after * k) * d_writes, d_block)
 
 
-def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) -> dict:
-    """The gradients of 32 channels of q, k and g by name.
+def _slice(
+    plan: Plan,
+    tiles: Scratch,
+    panels: list[jax.Array],
+    diagonal: jax.Array,
+    wait_cotangents: Callable[[], None],
+    load_next: Callable[[], None],
+) -> ChannelGradients:
+    """The gradients of 32 channels of q, k and g.
 
     Calls `wait_cotangents` before those gradients are read, and `load_next` when nothing reads q,
     k and g any more.
     """
     exchange = functools.partial(warp.exchanged, interpret=plan.interpret)
-    up = functools.partial(exchange, scratch=buffers["exchange_up"], uniform=True)
-    down = functools.partial(exchange, scratch=buffers["exchange"], uniform=False)
+    up = functools.partial(exchange, scratch=tiles.exchange_up, uniform=True)
+    down = functools.partial(exchange, scratch=tiles.exchange, uniform=False)
 
-    def load():
+    def load() -> Iterator[jax.Array]:
         # In 16 bits these take half of the registers between their uses.
-        return (smem.matrix(buffers[x]) for x in "qk")
+        return (smem.matrix(x) for x in (tiles.q, tiles.k))
 
-    def wide(x):
+    def wide(x: jax.Array) -> jax.Array:
         return lanes.widened(x, interpret=plan.interpret)
 
-    blocks = channel_decay.single(jnp.exp(plgpu.load(buffers["g"], layout=smem.MATRIX)))
+    blocks = channel_decay.single(jnp.exp(plgpu.load(tiles.g, layout=smem.MATRIX)))
     q, k = load()
     dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
-    levels = dict.fromkeys(channel_decay.SIZES)
+    levels: dict[int, jax.Array] = {}
     for size in channel_decay.SIZES:
         factor = blocks.factor
         q, k = load()
@@ -169,7 +250,7 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
         if size in channel_decay.WITHIN:
             d_queries, d_keys = _level_within(plan, panels, size, queries, keys)
         else:
-            d_queries, d_keys = _level_between(plan, buffers, size, queries, keys)
+            d_queries, d_keys = _level_between(tiles, size, queries, keys)
         dq += factor * d_queries
         dk += factor * d_keys
         level = wide(queries) * d_queries + wide(keys) * d_keys
@@ -178,20 +259,20 @@ def _slice(plan: Plan, buffers, panels, diagonal, wait_cotangents, load_next) ->
             dg += channel_decay.gate_gradient(size, level, down)
         elif size in channel_decay.WITHIN:
             # The longest way; this one waits in the tile of its result.
-            buffers["dg"][...] = level
+            tiles.dg[...] = level
         else:
             levels[size] = level
         blocks = channel_decay.doubled(blocks, size, up)
     wait_cotangents()
-    dq, dk, d = _ends(plan, buffers, *load(), blocks, dq, dk)
+    dq, dk, d = _ends(plan, tiles, *load(), blocks, dq, dk)
     plgpu.commit_smem()
     load_next()
     for size in reversed(channel_decay.SIZES):
-        level = levels[size]
+        level = levels.get(size)
         if size == channel_decay.WITHIN[-1]:
-            level = plgpu.load(buffers["dg"], layout=smem.MATRIX)
+            level = plgpu.load(tiles.dg, layout=smem.MATRIX)
         d = channel_decay.transposed(d, size, level, down)
-    return {"dq": dq.astype(plan.shape.dtype), "dk": dk.astype(plan.shape.dtype), "dg": dg + d.g}
+    return ChannelGradients(dq.astype(plan.shape.dtype), dk.astype(plan.shape.dtype), dg + d.g)
 
 
 class _Chunk(NamedTuple):
@@ -201,64 +282,66 @@ class _Chunk(NamedTuple):
     chunk: jax.Array
     head: jax.Array
 
-    def channels(self, at, head=None) -> tuple:
+    def channels(self, at: Index, head: Index | None = None) -> tuple[Any, ...]:
         """32 channels of the tokens, of another head if given."""
         tokens = pl.ds(self.chunk * CHUNK, CHUNK)
         return self.batch, tokens, self.head if head is None else head, pl.ds(at * SLICE, SLICE)
 
 
-def _load_keys(plan: Plan, refs, buffers, loaded, own: _Chunk, at) -> None:
+def _load_keys(
+    plan: Plan, refs: Inputs, tiles: Scratch, loaded: Loaded, own: _Chunk, at: Index
+) -> None:
     """Issue the loads of 32 channels that come first."""
     shared = own.channels(at, lax.div(own.head, plan.shape.group))
-    places = {"g": own.channels(at), "q": shared, "k": shared, "kept": (*own, shared[-1])}
-    for name, place in places.items():
-        plgpu.copy_gmem_to_smem(refs[name].at[place], buffers[name], loaded["keys"])
+    plgpu.copy_gmem_to_smem(refs.g.at[own.channels(at)], tiles.g, loaded.keys)
+    plgpu.copy_gmem_to_smem(refs.q.at[shared], tiles.q, loaded.keys)
+    plgpu.copy_gmem_to_smem(refs.k.at[shared], tiles.k, loaded.keys)
+    plgpu.copy_gmem_to_smem(refs.kept.at[(*own, shared[-1])], tiles.kept, loaded.keys)
 
 
-def _panels(plan: Plan, refs, buffers, loaded, own: _Chunk) -> list[jax.Array]:
+def _panels(
+    plan: Plan, refs: Inputs, tiles: Scratch, loaded: Loaded, own: _Chunk
+) -> list[jax.Array]:
     """Load the gradients of pairs, and make the tiles of those between blocks of 16."""
-    first, *_ = channel_decay.BETWEEN
-    for name in plan.pairs:
-        source = refs[name].at[tuple(own)]
-        plgpu.copy_gmem_to_smem(source, buffers[f"{name}{first}"], loaded["pairs"])
-    plgpu.barrier_wait(loaded["pairs"])
-    return [_cut_pairs(plan, buffers, name) for name in plan.pairs]
+    for source, levels in zip((refs.scores, refs.overlaps), tiles.pairs, strict=False):
+        plgpu.copy_gmem_to_smem(source.at[tuple(own)], levels[0], loaded.pairs)
+    plgpu.barrier_wait(loaded.pairs)
+    return [_cut_pairs(plan, levels) for levels in tiles.pairs]
 
 
-def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded = args
-    refs = dict(zip(names, refs, strict=True))
+def _body(plan: Plan, refs: Inputs, out: ChannelGradients, every: Scratch, loaded: Loaded) -> None:
     item = lax.axis_index("program")
     head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
     own = _Chunk(lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head)
 
-    def placed():
+    def placed() -> Scratch:
         zero = lanes.zero(interpret=plan.interpret)
-        return {name: x.at[zero] for name, x in buffers.items()}
+        return launches.at(every, lambda: zero)
 
-    def step(at, _):
-        tile = placed()
+    def step(at: Index, _: None) -> None:
+        tiles = placed()
         # The gradients of q and k leave through tiles that were read.
-        leave = {"dq": tile["queries"], "dk": tile["writes"], "dg": tile["dg"]}
+        leave = ChannelGradients(tiles.queries, tiles.writes, tiles.dg)
 
-        def load_next():
-            load = functools.partial(_load_keys, plan, refs, tile, loaded, own)
+        def load_next() -> None:
+            load = functools.partial(_load_keys, plan, refs, tiles, loaded, own)
             pl.when((at + 1) * SLICE < plan.shape.key_dim)(lambda: load(at + 1))
 
-        def wait_cotangents():
-            plgpu.barrier_wait(loaded["cotangents"])
+        def wait_cotangents() -> None:
+            plgpu.barrier_wait(loaded.cotangents)
 
-        plgpu.barrier_wait(loaded["keys"])
+        plgpu.barrier_wait(loaded.keys)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for name in plan.cotangents:
-            source = refs[name].at[own.channels(at)]
-            plgpu.copy_gmem_to_smem(source, tile[name], loaded["cotangents"])
-        gradients = _slice(plan, tile, panels, diagonal, wait_cotangents, load_next)
-        for name, x in gradients.items():
-            leave[name][...] = x
+        sources = (refs.queries, refs.writes, refs.keys)
+        for source, tile in zip(sources, (tiles.queries, tiles.writes, tiles.keys), strict=True):
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[own.channels(at)], tile, loaded.cotangents)
+        gradients = _slice(plan, tiles, panels, diagonal, wait_cotangents, load_next)
+        for tile, x in zip(leave, gradients, strict=True):
+            tile[...] = x
         plgpu.commit_smem()
-        for name, x in leave.items():
-            plgpu.copy_smem_to_gmem(x, refs[name].at[own.channels(at)])
+        for tile, target in zip(leave, out, strict=True):
+            plgpu.copy_smem_to_gmem(tile, target.at[own.channels(at)])
 
     first = placed()
     _load_keys(plan, refs, first, loaded, own, 0)
@@ -269,7 +352,15 @@ def _body(plan: Plan, names, *args):
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_gradients(shape: Shape, q, k, g, cotangents, *, interpret=None):
+def channel_gradients(
+    shape: Shape,
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    cotangents: DecayedChunks,
+    *,
+    interpret: object = None,
+) -> ChannelGradients:
     """`dq`, `dk` and `dg` of all chunks.
 
     Args:
@@ -277,25 +368,21 @@ def chunk_gradients(shape: Shape, q, k, g, cotangents, *, interpret=None):
         q: `[B, T, H, K]` with T a multiple of 64, in 16 bits.
         k: The same shape.
         g: Log-decay, `[B, T, HV, K]` float32; -inf forgets.
-        cotangents: The result of `chunk_cotangents`.
+        cotangents: Gradients of the results of `decayed_chunks`.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        `dq`, `dk` `[B, T, HV, K]` in the dtype of `q` (one for each value head) and `dg` float32.
+        The gradients, those of q and k in their dtype.
     """
     plan = Plan(shape=shape, interpret=interpret is not None)
-    inputs = {"q": q, "k": k, "g": g, "kept": cotangents["kept"]}
-    inputs |= {name: cotangents[name] for name in plan.cotangents + plan.pairs}
-    array = jax.ShapeDtypeStruct
-    outputs = {"dq": array(g.shape, q.dtype), "dk": array(g.shape, q.dtype)}
-    outputs |= {"dg": array(g.shape, jnp.float32)}
-    kernel = plgpu.kernel(
-        launches.named("channel_gradients", functools.partial(_body, plan, (*inputs, *outputs))),
-        out_type=tuple(outputs.values()),
-        scratch_types=_scratch(plan),
-        grid=(shape.batch * shape.chunks * shape.heads,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    d, array = cotangents, jax.ShapeDtypeStruct
+    keys = array(g.shape, shape.dtype)
+    return launches.launch(
+        "channel_gradients",
+        functools.partial(_body, plan),
+        Inputs(q, k, g, d.kept, d.queries, d.writes, d.keys, d.scores, d.overlaps),
+        ChannelGradients(keys, keys, array(g.shape, jnp.float32)),
+        *_scratch(plan),
+        programs=shape.batch * shape.chunks * shape.heads,
         interpret=interpret,
     )
-    return kernel(*inputs.values())

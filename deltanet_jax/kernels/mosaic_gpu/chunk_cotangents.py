@@ -17,6 +17,7 @@ and where beta is small::
 import dataclasses
 import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.chunk_gradients import SMALL_BETA
-from deltanet_jax.kernels.mosaic_gpu.chunk_plan import decayed_shapes
+from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import DecayedChunks, types_of
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
-__all__ = ["chunk_cotangents"]
+__all__ = ["OperandGradients", "chunk_cotangents"]
 
 WIDTH = 64  # channels at a time
 SQUARE = (CHUNK, CHUNK)
@@ -44,43 +46,77 @@ class Plan:
     interpret: bool
     scale: float
 
-    @property
-    def values(self) -> tuple[str, ...]:
-        return ("do", "u") + ("dv",) * self.shape.delta
 
-    @property
-    def planes(self) -> tuple[str, ...]:
-        return state_planes.planes_of(self.shape.value_dim)
+class Inputs(NamedTuple):
+    """Arrays that the kernel reads; the last five are there with the delta rule alone."""
 
-    @property
-    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        outputs = decayed_shapes(self.shape)
-        if self.shape.delta:
-            outputs |= {"overlaps": outputs["scores"]}
-            vector = (self.shape.batch, self.shape.chunks, self.shape.heads, CHUNK)
-            outputs |= {"beta": jax.ShapeDtypeStruct(vector, jnp.float32)}
-        return outputs
+    do: Ref
+    u: Ref
+    state: Ref
+    planes: tuple[Ref, ...]  # of the state gradients
+    dv: Ref
+    beta: Ref
+    writes: Ref
+    scores: Ref
+    overlaps: Ref
 
 
-def _scratch(plan: Plan):
-    tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
-    buffers = dict.fromkeys(plan.values, tile(CHUNK, plan.shape.value_dim))
-    buffers |= {
-        "state": tile(WIDTH, plan.shape.value_dim),
-        "dstate": tile(plan.shape.value_dim, WIDTH),
-    }
+class OperandGradients(NamedTuple):
+    """Gradients of the results of `decayed_chunks`, and of beta with the delta rule."""
+
+    decayed: DecayedChunks  # but of the inverse, whose gradient is that of the overlaps
+    beta: Ref  # [B, N, HV, C] float32
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block."""
+
+    do: Ref
+    u: Ref
+    dv: Ref
+    state: Ref
+    dstate: Ref
     # Every one of these holds several squares in turn, of pairs or of 64 channels.
-    buffers |= dict.fromkeys(("first", "second", "third"), tile(*SQUARE))
-    buffers |= {"kept": plgpu.SMEM((WIDTH,), jnp.float32)}
-    loaded = {
-        "values": plgpu.Barrier(num_arrivals=len(plan.values) + 2 * plan.shape.delta),
-        "states": plgpu.Barrier(num_arrivals=1 + len(plan.planes)),
-    }
-    if plan.shape.delta:
-        buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
-        buffers |= {"beta_column": plgpu.SMEM((CHUNK,), jnp.float32)}
-        loaded |= {"third": plgpu.Barrier()}
-    return buffers, loaded
+    first: Ref
+    second: Ref
+    third: Ref
+    kept: Ref
+    beta: Ref
+    beta_column: Ref
+
+
+class Loaded(NamedTuple):
+    """Barriers of loads."""
+
+    values: Ref
+    states: Ref
+    third: Ref
+
+
+def _scratch(plan: Plan) -> tuple[Scratch, Loaded]:
+    shape, delta = plan.shape, plan.shape.delta
+    tile = functools.partial(smem.tile, dtype=shape.dtype)
+    values, square = tile(CHUNK, shape.value_dim), tile(*SQUARE)
+    vector = plgpu.SMEM((CHUNK,), jnp.float32) if delta else None
+    tiles = Scratch(
+        do=values,
+        u=values,
+        dv=values if delta else None,
+        state=tile(WIDTH, shape.value_dim),
+        dstate=tile(shape.value_dim, WIDTH),
+        first=square,
+        second=square,
+        third=square,
+        kept=plgpu.SMEM((WIDTH,), jnp.float32),
+        beta=vector,
+        beta_column=vector,
+    )
+    loaded = Loaded(
+        values=plgpu.Barrier(num_arrivals=5 if delta else 2),
+        states=plgpu.Barrier(num_arrivals=1 + state_planes.count(shape)),
+        third=plgpu.Barrier() if delta else None,
+    )
+    return tiles, loaded
 
 
 def _settle() -> None:
@@ -88,33 +124,37 @@ def _settle() -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _dot_rows(x, y) -> jax.Array:
+def _dot_rows(x: Ref, y: Ref) -> jax.Array:
     """`rowsum(x * y)` of two tiles; small squares keep registers free."""
     parts = [(slice(None), pl.ds(i, CHUNK)) for i in range(0, x.shape[1], CHUNK)]
-    return sum((smem.matrix(x.at[at]) * smem.matrix(y.at[at])).sum(axis=1) for at in parts)
+    products = [(smem.matrix(x.at[at]) * smem.matrix(y.at[at])).sum(axis=1) for at in parts]
+    return functools.reduce(operator.add, products, 0)
 
 
-def _pairs(plan: Plan, refs, buffers, loaded, place, name: str, x: jax.Array, factor: float):
+def _pairs(
+    plan: Plan, tiles: Scratch, loaded: Loaded, forward: Ref, out: Ref, x: jax.Array, factor: float
+) -> jax.Array | None:
     """Store `factor * x * beta_j`; return the diagonal of `forward^T x`, with the delta rule."""
     weighted = x * factor
-    if "beta" in buffers:
-        weighted *= smem.over_columns(smem.column(buffers["beta_column"]), SQUARE)
+    if plan.shape.delta:
+        weighted *= smem.over_columns(smem.column(tiles.beta_column), SQUARE)
         _settle()
-        plgpu.copy_gmem_to_smem(refs[f"{name}_of"].at[place], buffers["third"], loaded["third"])
-        buffers["first"][...] = x.astype(buffers["first"].dtype)
-    buffers["second"][...] = weighted.astype(buffers["second"].dtype)
+        plgpu.copy_gmem_to_smem(forward, tiles.third, loaded.third)
+        tiles.first[...] = x.astype(plan.shape.dtype)
+    tiles.second[...] = weighted.astype(plan.shape.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers["second"], refs[name].at[place])
-    if "beta" not in buffers:
+    plgpu.copy_smem_to_gmem(tiles.second, out)
+    if not plan.shape.delta:
         return None
-    plgpu.barrier_wait(loaded["third"])
-    pair = smem.transposed(buffers["third"]), buffers["first"]
+    plgpu.barrier_wait(loaded.third)
+    pair = smem.transposed(tiles.third), tiles.first
     return lanes.diagonal(mma.product(SQUARE, pair), interpret=plan.interpret)
 
 
-def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded = args
-    refs = dict(zip(names, refs, strict=True))
+def _body(
+    plan: Plan, refs: Inputs, results: OperandGradients, tiles: Scratch, loaded: Loaded
+) -> None:
+    delta, out = plan.shape.delta, results.decayed
     item = lax.axis_index("program")
     head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
     place = batch, chunk, head = (
@@ -124,110 +164,120 @@ def _body(plan: Plan, names, *args):
     )
     tokens = pl.ds(chunk * CHUNK, CHUNK)
 
-    def load_states(at):
+    def load_states(at: Index) -> None:
         channels = pl.ds(at * WIDTH, WIDTH)
-        state = refs["state"].at[(*place, channels)]
-        plgpu.copy_gmem_to_smem(state, buffers["state"], loaded["states"])
-        sources = [refs[name] for name in plan.planes]
+        state = refs.state.at[(*place, channels)]
+        plgpu.copy_gmem_to_smem(state, tiles.state, loaded.states)
         own = batch, tokens, head, channels
-        state_planes.load_planes(sources, own, buffers["dstate"], loaded["states"])
+        state_planes.load_planes(refs.planes, own, tiles.dstate, loaded.states)
 
-    for name in plan.values:
-        values = refs[name].at[batch, tokens, head]
-        plgpu.copy_gmem_to_smem(values, buffers[name], loaded["values"])
-    if plan.shape.delta:
-        for name in ("beta", "beta_column"):
-            plgpu.copy_gmem_to_smem(refs["beta_of"].at[place], buffers[name], loaded["values"])
+    def load_values(source: Ref, tile: Ref) -> None:
+        plgpu.copy_gmem_to_smem(source.at[batch, tokens, head], tile, loaded.values)
+
+    load_values(refs.do, tiles.do)
+    load_values(refs.u, tiles.u)
+    if delta:
+        load_values(refs.dv, tiles.dv)
+        for tile in (tiles.beta, tiles.beta_column):
+            plgpu.copy_gmem_to_smem(refs.beta.at[place], tile, loaded.values)
     load_states(0)
-    plgpu.barrier_wait(loaded["values"])
-    right = smem.transposed(buffers["u"])
-    pairs = functools.partial(_pairs, plan, refs, buffers, loaded, place)
-    y = lanes.masked(mma.product(SQUARE, (buffers["do"], right)), interpret=plan.interpret)
-    diagonal = pairs("scores", y, plan.scale)
+    plgpu.barrier_wait(loaded.values)
+    right = smem.transposed(tiles.u)
+    pairs = functools.partial(_pairs, plan, tiles, loaded)
+    y = lanes.masked(mma.product(SQUARE, (tiles.do, right)), interpret=plan.interpret)
+    scores = refs.scores.at[place] if delta else None
+    diagonal = pairs(scores, out.scores.at[place], y, plan.scale)
     dbeta = jnp.zeros((CHUNK,), jnp.float32)
     beta = None
-    if plan.shape.delta:
-        x = mma.product(SQUARE, (buffers["dv"], right))
+    if delta:
+        x = mma.product(SQUARE, (tiles.dv, right))
         x = lanes.masked(x, operator.gt, interpret=plan.interpret)
-        dbeta = plan.scale * diagonal - pairs("overlaps", x, -1.0)
-        beta = smem.row(buffers["beta"])
+        erased = pairs(refs.overlaps.at[place], out.overlaps.at[place], x, -1.0)
+        dbeta = plan.scale * diagonal - erased
+        beta = smem.row(tiles.beta)
 
-    def step(at, dbeta):
+    def step(at: Index, dbeta: jax.Array) -> jax.Array:
         channels = pl.ds(at * WIDTH, WIDTH)
         own = batch, tokens, head, channels
         _settle()
-        if plan.shape.delta:
-            plgpu.copy_gmem_to_smem(refs["writes_of"].at[own], buffers["third"], loaded["third"])
-        plgpu.barrier_wait(loaded["states"])
-        kept = state_planes.dot_rows(buffers["state"], buffers["dstate"], interpret=plan.interpret)
-        buffers["kept"][...] = plan.scale * kept
-        state = smem.transposed(buffers["state"])
-        read = mma.product(SQUARE, (buffers["do"], state))
-        buffers["first"][...] = (plan.scale * read).astype(plan.shape.dtype)
-        if plan.shape.delta:
-            erased = mma.product(SQUARE, (buffers["dv"], state))
-            buffers["second"][...] = (-erased).astype(plan.shape.dtype)
-        written = plan.scale * mma.product(SQUARE, (buffers["u"], buffers["dstate"]))
-        if plan.shape.delta:
-            plgpu.barrier_wait(loaded["third"])
-            dbeta += (smem.matrix(buffers["third"]) * written).sum(axis=1)
+        if delta:
+            plgpu.copy_gmem_to_smem(refs.writes.at[own], tiles.third, loaded.third)
+        plgpu.barrier_wait(loaded.states)
+        kept = state_planes.dot_rows(tiles.state, tiles.dstate, interpret=plan.interpret)
+        tiles.kept[...] = plan.scale * kept
+        state = smem.transposed(tiles.state)
+        read = mma.product(SQUARE, (tiles.do, state))
+        tiles.first[...] = (plan.scale * read).astype(plan.shape.dtype)
+        if delta:
+            erased = mma.product(SQUARE, (tiles.dv, state))
+            tiles.second[...] = (-erased).astype(plan.shape.dtype)
+        written = plan.scale * mma.product(SQUARE, (tiles.u, tiles.dstate))
+        if delta:
+            plgpu.barrier_wait(loaded.third)
+            dbeta += (smem.matrix(tiles.third) * written).sum(axis=1)
             written *= smem.over_rows(beta, SQUARE)
             plgpu.commit_smem()
-        buffers["third"][...] = written.astype(plan.shape.dtype)
+        tiles.third[...] = written.astype(plan.shape.dtype)
         plgpu.commit_smem()
         pl.when((at + 1) * WIDTH < plan.shape.key_dim)(lambda: load_states(at + 1))
-        plgpu.copy_smem_to_gmem(buffers["first"], refs["queries"].at[own])
-        plgpu.copy_smem_to_gmem(buffers["third"], refs["writes"].at[own])
-        if plan.shape.delta:
-            plgpu.copy_smem_to_gmem(buffers["second"], refs["keys"].at[own])
-        plgpu.copy_smem_to_gmem(buffers["kept"], refs["kept"].at[(*place, channels)])
+        plgpu.copy_smem_to_gmem(tiles.first, out.queries.at[own])
+        plgpu.copy_smem_to_gmem(tiles.third, out.writes.at[own])
+        if delta:
+            plgpu.copy_smem_to_gmem(tiles.second, out.keys.at[own])
+        plgpu.copy_smem_to_gmem(tiles.kept, out.kept.at[(*place, channels)])
         return dbeta
 
     dbeta = lax.fori_loop(0, plan.shape.key_dim // WIDTH, step, dbeta)
-    if plan.shape.delta:
-        exact = _dot_rows(buffers["dv"], buffers["u"]) / jnp.maximum(beta, SMALL_BETA)
-        buffers["beta"][...] = jnp.where(beta > SMALL_BETA, exact, dbeta)
+    if delta:
+        exact = _dot_rows(tiles.dv, tiles.u) / jnp.maximum(beta, SMALL_BETA)
+        tiles.beta[...] = jnp.where(beta > SMALL_BETA, exact, dbeta)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffers["beta"], refs["beta"].at[place])
+        plgpu.copy_smem_to_gmem(tiles.beta, results.beta.at[place])
     plgpu.wait_smem_to_gmem(0)
 
 
 def chunk_cotangents(
-    shape: Shape, made, beta, u, do, dv, states, cotangents, *, scale, interpret=None
-):
+    shape: Shape,
+    made: DecayedChunks,
+    beta: jax.Array | None,
+    u: jax.Array,
+    do: jax.Array,
+    dv: jax.Array,
+    states: jax.Array,
+    planes: tuple[jax.Array, ...],
+    *,
+    scale: float,
+    interpret: object = None,
+) -> OperandGradients:
     """Compute gradients of the results of `decayed_chunks`, and of beta.
 
     Args:
         shape: Sizes and variant of the call.
-        made: `writes`, `scores` and `overlaps` by name.
-        beta: `[B, N, HV, C]` float32, or `None` without the delta rule; then only the next five
-            count, without `dv`.
+        made: Those results; none of them counts without the delta rule.
+        beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
         u: Corrected values (the values themselves without the delta rule), `[B, T, HV, V]`.
         do: Gradient of the outputs, `[B, T, HV, V]`.
-        dv: Gradient of the values, `[B, T, HV, V]`.
+        dv: Gradient of the values, `[B, T, HV, V]`; unused without the delta rule.
         states: State entering each chunk, `[B, N, HV, K, V]`.
-        cotangents: Gradient of the state leaving each chunk, over `scale`: the `planes` by name,
-            each `[B, T, HV, K]`.
+        planes: Gradient of the state leaving each chunk, over `scale`: the planes of
+            `state_planes`, each `[B, T, HV, K]`.
         scale: Factor on `q`.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        A dictionary: `queries`, `writes` `[B, T, HV, K]`, `scores` `[B, N, HV, C, C]`, `kept`
-        `[B, N, HV, K]` float32; with the delta rule also `keys`, `overlaps` and `beta`.
+        The gradients.
     """
     plan = Plan(shape=shape, scale=float(scale), interpret=interpret is not None)
-    inputs = {"do": do, "u": u, "state": states} | cotangents
-    if shape.delta:
-        inputs |= {"dv": dv, "beta_of": beta}
-        inputs |= {f"{name}_of": made[name] for name in ("writes", "scores", "overlaps")}
-    names = (*inputs, *plan.outputs)
-    kernel = plgpu.kernel(
-        launches.named("chunk_cotangents", functools.partial(_body, plan, names)),
-        out_type=tuple(plan.outputs.values()),
-        scratch_types=_scratch(plan),
-        grid=(shape.batch * shape.chunks * shape.heads,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    types = types_of(shape, save=True)
+    forward = (dv, beta, made.writes, made.scores, made.overlaps)
+    dbeta = None if beta is None else jax.ShapeDtypeStruct(beta.shape, jnp.float32)
+    outputs = OperandGradients(types._replace(inverse=None), dbeta)
+    return launches.launch(
+        "chunk_cotangents",
+        functools.partial(_body, plan),
+        Inputs(do, u, states, planes, *(forward if shape.delta else [None] * len(forward))),
+        outputs,
+        *_scratch(plan),
+        programs=shape.batch * shape.chunks * shape.heads,
         interpret=interpret,
     )
-    return dict(zip(plan.outputs, kernel(*inputs.values()), strict=True))

@@ -15,6 +15,8 @@ would keep 11.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +34,21 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
     triangular,
     warp,
 )
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = [
-    "SIDES",
+    "InverseTiles",
     "chunk_inverses",
     "copy_inverse",
-    "inverse_buffers",
+    "inverse_tiles",
     "minus_overlaps",
     "store_inverse",
 ]
 
 HALF = triangular.PAIR
-SIDES = "left", "right"  # tiles for the halves of the columns of the result
+Pair = tuple[jax.Array | Ref, jax.Array | Ref]  # split, (high, low)
 RESIDENTS = {64: 6, 128: 5, 256: 3}  # programs that share a multiprocessor, by the size of keys
 
 
@@ -66,47 +69,86 @@ class Plan:
         programs = 2 if self.interpret else RESIDENTS[self.shape.key_dim] * sm_count()
         return min(self.items, programs)
 
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        return ("beta", "b", "b_column") if self.shape.scalar_gate else ("beta",)
+
+class Inputs(NamedTuple):
+    """Arrays that the kernel reads of every chunk, or tiles for them."""
+
+    k: Ref
+    beta: Ref
+    b: Ref  # `None` without a gate
+    b_column: Ref  # `b` again: row and column views of one vector need a tile each
 
 
-def inverse_buffers(dtype, *count: int) -> dict:
-    """Return the shared memory that `store_inverse` needs, `count` times."""
+class InverseTiles(NamedTuple):
+    """The shared memory that `store_inverse` needs."""
+
+    below_high: Ref
+    below_low: Ref
+    blocks: Ref
+    high: Ref  # `None` in bfloat16
+    left: Ref  # half of the columns of the result
+    low: Ref
+    right: Ref
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block: `Inputs` and `InverseTiles`."""
+
+    k: Ref
+    beta: Ref
+    b: Ref
+    b_column: Ref
+    below_high: Ref
+    below_low: Ref
+    blocks: Ref
+    high: Ref
+    left: Ref
+    low: Ref
+    right: Ref
+
+
+def inverse_tiles(dtype: jnp.dtype, *count: int) -> InverseTiles:
+    """Return the types of the tiles, `count` times."""
     half = smem.tile(*count, HALF, HALF, dtype=jnp.bfloat16)
-    buffers = {"below_high": half, "below_low": half, "low": half}
-    if dtype != jnp.bfloat16:
-        buffers |= {"high": half}
-    buffers |= {side: smem.tile(*count, CHUNK, HALF, dtype=dtype) for side in SIDES}
-    scratch = triangular.scratch_shape()
-    return buffers | {"blocks": plgpu.SMEM((*count, *scratch), jnp.float32)}
+    side = smem.tile(*count, CHUNK, HALF, dtype=dtype)
+    return InverseTiles(
+        below_high=half,
+        below_low=half,
+        blocks=plgpu.SMEM((*count, *triangular.scratch_shape()), jnp.float32),
+        high=None if dtype == jnp.bfloat16 else half,
+        left=side,
+        low=half,
+        right=side,
+    )
 
 
-def _product(x, y, interpret=None) -> jax.Array:
+def _product(x: Pair, y: Pair, *, interpret: bool) -> jax.Array:
     """Multiply two split pairs, `[C, 32]`."""
     return mma.product((CHUNK, HALF), *mma.of_halves(x, y), interpret=interpret)
 
 
-def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
+def store_inverse(
+    x: jax.Array, tiles: InverseTiles, *, dtype: jnp.dtype, interpret: bool
+) -> tuple[Ref, Ref]:
     """Store `(I - stril(x))^-1` of a chunk in two tiles, the left and the right half of it.
 
-    Nothing of `buffers` may be in use before, nor change until the inverse has been read.
+    Nothing of `tiles` may be in use before, nor change until the inverse has been read.
     `commit_smem` is the caller's.
     """
     store = functools.partial(lanes.store_rows, interpret=interpret)
     halves = functools.partial(lanes.halves, interpret=interpret)
-    left, right = (buffers[side] for side in SIDES)
+    left, right = tiles.left, tiles.right
     upper, lower = pl.ds(0, HALF), pl.ds(HALF, HALF)
-    below = buffers["below_high"], buffers["below_low"]
+    below = tiles.below_high, tiles.below_low
     store(below, halves(x[:, :HALF]), lower=True)
     row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, HALF), 0, layout=smem.MATRIX)
     blocks = jnp.where(row < HALF, x[:, :HALF], x[:, HALF:])
-    blocks = triangular.inverses(blocks, buffers["blocks"], interpret=interpret)
+    blocks = triangular.inverses(blocks, tiles.blocks, interpret=interpret)
     diagonal = halves(blocks)
-    above = left.at[upper], buffers["low"]  # the halves of the upper block
+    above = left.at[upper], tiles.low  # the halves of the upper block
     rounded = diagonal[0]
     if dtype != jnp.bfloat16:
-        above = buffers["high"], buffers["low"]
+        above = tiles.high, tiles.low
         rounded = blocks.astype(dtype)
         store((left.at[upper],), (rounded,), lower=False)
     store(above, diagonal, lower=False)
@@ -118,58 +160,68 @@ def store_inverse(x: jax.Array, buffers, *, dtype, interpret: bool) -> tuple:
     return left, right
 
 
-def copy_inverse(halves: tuple, out) -> None:
+def copy_inverse(halves: tuple[Ref, Ref], out: Ref) -> None:
     """Send a stored inverse to `out`, `[C, C]` in device memory."""
     for at, half in enumerate(halves):
         plgpu.copy_smem_to_gmem(half, out.at[:, pl.ds(at * HALF, HALF)])
 
 
-def minus_overlaps(shape: Shape, tile, meanwhile=None) -> jax.Array:
+def minus_overlaps(
+    k: Ref, beta: Ref, b: Ref, b_column: Ref, meanwhile: Callable[[], None] | None = None
+) -> jax.Array:
     """`-D * (k k^T) * beta_j` of a chunk; above the diagonal anything.
 
     `meanwhile` is called once the product is started, so that it is overlapped with it.
     """
-    x = pairs.overlaps(tile, "k", meanwhile)
-    x *= smem.over_columns(-smem.column(tile["beta"]), x.shape)
-    return pairs.decayed(shape, tile, x)
+    x = pairs.overlaps(k, k, meanwhile)
+    x *= smem.over_columns(-smem.column(beta), (CHUNK, CHUNK))
+    return pairs.decayed(x, b, b_column)
 
 
-def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded = args
-    refs = dict(zip(names, refs, strict=True))
+def _body(plan: Plan, refs: Inputs, out: Ref, tiles: Scratch, loaded: Ref) -> None:
+    own = Inputs(tiles.k, tiles.beta, tiles.b, tiles.b_column)
+    inverse = InverseTiles(*tiles[len(own) :])
     program = lax.axis_index("program")
     rounds = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
-    def place(i):
+    def place(i: Index) -> tuple[Index, Index, Index]:
         """Batch, chunk and head of the i-th item of this thread block."""
         item = program + i * plan.programs
         head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
         return lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head
 
-    def load(i):
+    def load(i: Index) -> None:
         batch, chunk, head = place(i)
-        keys = refs["k"].at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.shape.group)]
-        plgpu.copy_gmem_to_smem(keys, buffers["k"], loaded)
-        for name in plan.vectors:
-            plgpu.copy_gmem_to_smem(refs[name].at[batch, chunk, head], buffers[name], loaded)
+        keys = refs.k.at[batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, plan.shape.group)]
+        plgpu.copy_gmem_to_smem(keys, own.k, loaded)
+        for vector, tile in zip(refs[1:], own[1:], strict=True):
+            if vector is not None:
+                plgpu.copy_gmem_to_smem(vector.at[batch, chunk, head], tile, loaded)
 
-    def step(i, _):
+    def step(i: Index, _: None) -> None:
         plgpu.barrier_wait(loaded)
-        x = minus_overlaps(plan.shape, buffers)
+        x = minus_overlaps(*own)
         # The stores have read their tiles, and all warps what is loaded next.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
         pl.when(i + 1 < rounds)(lambda: load(i + 1))
-        halves = store_inverse(x, buffers, dtype=plan.shape.dtype, interpret=plan.interpret)
+        halves = store_inverse(x, inverse, dtype=plan.shape.dtype, interpret=plan.interpret)
         plgpu.commit_smem()
-        copy_inverse(halves, refs["out"].at[place(i)])
+        copy_inverse(halves, out.at[place(i)])
 
     load(0)
     lax.fori_loop(0, rounds, step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_inverses(shape: Shape, k, beta, b, *, interpret=None):
+def chunk_inverses(
+    shape: Shape,
+    k: jax.Array,
+    beta: jax.Array,
+    b: jax.Array | None,
+    *,
+    interpret: object = None,
+) -> jax.Array:
     """`T` of every chunk.
 
     Args:
@@ -183,16 +235,17 @@ def chunk_inverses(shape: Shape, k, beta, b, *, interpret=None):
         `[B, N, HV, C, C]` in the dtype of `k`.
     """
     plan = Plan(shape=shape, interpret=interpret is not None)
-    buffers = {"k": smem.tile(CHUNK, shape.key_dim, dtype=k.dtype)} | inverse_buffers(k.dtype)
-    buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((CHUNK,), jnp.float32))
-    inputs = {"k": k, "beta": beta} | ({} if b is None else {"b": b, "b_column": b})
-    kernel = plgpu.kernel(
-        launches.named("chunk_inverses", functools.partial(_body, plan, (*inputs, "out"))),
-        out_type=jax.ShapeDtypeStruct((*beta.shape, CHUNK), k.dtype),
-        scratch_types=(buffers, plgpu.Barrier(num_arrivals=len(inputs))),
-        grid=(plan.programs,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    inputs = Inputs(k, beta, b, b)
+    vector = plgpu.SMEM((CHUNK,), jnp.float32)
+    vectors = [None if x is None else vector for x in inputs[1:]]
+    keys = smem.tile(CHUNK, shape.key_dim, dtype=shape.dtype)
+    return launches.launch(
+        "chunk_inverses",
+        functools.partial(_body, plan),
+        inputs,
+        jax.ShapeDtypeStruct((*beta.shape, CHUNK), shape.dtype),
+        Scratch(keys, *vectors, *inverse_tiles(shape.dtype)),
+        plgpu.Barrier(num_arrivals=sum(x is not None for x in inputs)),
+        programs=plan.programs,
         interpret=interpret,
     )
-    return kernel(*inputs.values())

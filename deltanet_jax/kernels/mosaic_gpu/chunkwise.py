@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from deltanet_jax.kernels.mosaic_gpu import (
     chunk_inverses,
     decayed_chunks,
     gate_vectors,
+    program,
     reverse_states,
     run_states,
     run_states_fused,
@@ -26,10 +27,14 @@ from deltanet_jax.kernels.mosaic_gpu import (
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
+from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import DecayedChunks
+from deltanet_jax.kernels.mosaic_gpu.run_states import States
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE, why_not
 
 __all__ = ["chunkwise"]
+
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,55 +146,90 @@ def _token_vectors(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 2, 3).reshape(B, -1, HV)
 
 
-def _shape(x: dict[str, Any]) -> Shape:
-    """Return sizes and variant of the inputs of `_inputs`."""
-    gate: GateKind = "scalar" if x["b"] is not None else "none"
-    if x["g"] is not None:
-        gate = "vector"
-    return Shape.of(q=x["q"], v=x["v"], gate=gate, delta=x["beta"] is not None)
+class Inputs(NamedTuple):
+    """Tokens as the kernels read them; `None` where a call has none."""
+
+    q: jax.Array  # [B, T, H, K]
+    k: jax.Array
+    v: jax.Array  # [B, T, HV, V]
+    beta: jax.Array | None  # [B, N, HV, C]
+    b: jax.Array | None  # in-chunk cumulative log-decay of a scalar gate, [B, N, HV, C]
+    g: jax.Array | None  # a vector gate, [B, T, HV, K]
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes and variant of the call."""
+        gate: GateKind = "none" if self.b is None else "scalar"
+        if self.g is not None:
+            gate = "vector"
+        return Shape.of(q=self.q, v=self.v, gate=gate, delta=self.beta is not None)
 
 
-def _decayed(call: Call, shape: Shape, x: dict[str, Any], *, save: bool) -> dict[str, Any]:
+class Exponentials(NamedTuple):
+    """Exponentials of a scalar gate, which only the forward reads, `[B, N, HV, C]`."""
+
+    decay: jax.Array | None = None
+    rest: jax.Array | None = None
+
+
+class Residuals(NamedTuple):
+    """What the backward reads of the forward."""
+
+    inputs: Inputs
+    decayed: DecayedChunks
+    states: jax.Array | None
+    u: jax.Array | None  # corrected values, with the delta rule
+    maps: tuple[jax.Array, ...] | None  # of the pieces of a split sequence
+
+
+def _decayed(call: Call, shape: Shape, x: Inputs, *, save: bool) -> DecayedChunks:
     """Prepare what the recurrent kernels read, from `q`, `k`, `beta` and the gate."""
-    q, k, beta, b = (x[name] for name in ("q", "k", "beta", "b"))
     interpret = call.interpret
-    if x["g"] is None:
-        inverse = None
-        alone = call.pieces > 1 or not run_states_fused.covers(shape, save=save)
-        if beta is not None and alone:
-            inverse = chunk_inverses.chunk_inverses(shape, k, beta, b, interpret=interpret)
-        return {"inverse": inverse}
-    out = decayed_chunks.decayed_chunks(shape, q, k, x["g"], beta, save=save, interpret=interpret)
-    channels = {name: out.pop(name) for name in ("writes", "scores", "kept")}
-    return out | {"channels": channels}
+    if x.g is not None:
+        return decayed_chunks.decayed_chunks(
+            shape, x.q, x.k, x.g, x.beta, save=save, interpret=interpret
+        )
+    alone = call.pieces > 1 or not run_states_fused.covers(shape, save=save)
+    if x.beta is None or not alone:
+        return DecayedChunks()
+    inverse = chunk_inverses.chunk_inverses(shape, x.k, x.beta, x.b, interpret=interpret)
+    return DecayedChunks(inverse=inverse)
 
 
-def _fold(call: Call, tree: Any) -> Any:
+def _fold(call: Call, tree: Tree) -> Tree:
     """Make every piece of the sequence a row of the batch."""
     return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
 
 
-def _unfold(call: Call, tree: Any) -> Any:
+def _unfold(call: Call, tree: Tree) -> Tree:
     return jax.tree.map(lambda x: split.unfold(x, call.pieces), tree)
 
 
-def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the inputs of both recurrent kernels: q, k, the inverse and the gates by name."""
-    q, k = x.get("queries", x["q"]), x.get("keys", x["k"])
-    gates = {"beta": x["beta"], "b": x["b"], "channels": x.get("channels")}
-    return q, k, x.get("inverse"), gates
+def _operands(x: Inputs, made: DecayedChunks, exponentials: Exponentials) -> program.Inputs:
+    """Return the inputs of both recurrent kernels but for values and states."""
+    return program.Inputs(
+        q=x.q if made.queries is None else made.queries,
+        k=x.k if made.keys is None else made.keys,
+        inverse=made.inverse,
+        beta=x.beta,
+        b=x.b,
+        decay=exponentials.decay,
+        rest=exponentials.rest,
+        writes=made.writes,
+        scores=made.scores,
+        kept=made.kept,
+    )
 
 
-def _inputs(call: Call, x: Tokens) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+def _inputs(call: Call, x: Tokens) -> tuple[Inputs, Exponentials]:
     """Return inputs of both directions, and those of the forward alone."""
-    inputs = {"q": x.q, "k": x.k, "v": x.v, "beta": None, "b": None, "g": None}
     if x.g is not None and x.g.ndim == 3:
         launch = batched(functools.partial(gate_vectors.gate_vectors, interpret=call.interpret))
         vectors = launch(x.g, x.beta)
-        exponentials = {name: vectors.pop(name) for name in ("decay", "rest")}
-        return inputs | vectors, exponentials
+        inputs = Inputs(x.q, x.k, x.v, vectors.beta, vectors.b, None)
+        return inputs, Exponentials(vectors.decay, vectors.rest)
     beta = None if x.beta is None else _chunk_vectors(x.beta)
-    return inputs | {"beta": beta, "g": x.g}, {}
+    return Inputs(x.q, x.k, x.v, beta, None, x.g), Exponentials()
 
 
 def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -199,124 +239,124 @@ def _zero_states(call: Call, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _forward(
-    call: Call, x: Tokens, state: jax.Array | None, *, save: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the forward's results, and the inputs of the kernels as the backward reads them."""
-    inputs, exponentials = _inputs(call, x)
+    call: Call, tokens: Tokens, state: jax.Array | None, *, save: bool
+) -> tuple[jax.Array, jax.Array, Residuals]:
+    """Return the outputs, the final state, and what the backward reads."""
+    inputs, exponentials = _inputs(call, tokens)
+    launch = batched(functools.partial(_launch_forward, call, save))
+    out, decayed, maps = launch(inputs, exponentials, state)
+    return out.o, out.final, Residuals(inputs, decayed, out.states, out.u, maps)
 
-    def launch(x, exponentials, state):
-        x, exponentials = _fold(call, (x, exponentials))
-        shape = _shape(x)
-        made = _decayed(call, shape, x, save=save)
-        q, k, inverse, gates = _operands(x | made)
-        v = x["v"]
-        gates |= {"exponentials": exponentials, "interpret": call.interpret}
-        maps = None
-        if call.pieces > 1:
-            maps, offsets = run_states.state_maps(shape, k, v, inverse, **gates)
-            if state is None:
-                state = _zero_states(call, k, v)
-            maps = split.terms_of(maps)
-            state = split.chain(
-                state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
-            )
-        out = run_states.run_states(
-            shape, q, k, v, inverse, state, scale=call.scale, save=save, **gates
+
+def _launch_forward(
+    call: Call, save: bool, x: Inputs, exponentials: Exponentials, state: jax.Array | None
+) -> tuple[States, DecayedChunks, tuple[jax.Array, ...] | None]:
+    x, exponentials = _fold(call, (x, exponentials))
+    shape = x.shape
+    made = _decayed(call, shape, x, save=save)
+    operands = _operands(x, made, exponentials)
+    maps = None
+    if call.pieces > 1:
+        whole, offsets = run_states.state_maps(shape, operands, x.v, interpret=call.interpret)
+        if state is None:
+            state = _zero_states(call, operands.k, x.v)
+        maps = split.terms_of(whole)
+        state = split.chain(
+            state, maps, offsets, call.pieces, reverse=False, interpret=call.interpret
         )
-        final = out.pop("final")
-        final = final.reshape(-1, call.pieces, *final.shape[1:])[:, -1]
-        # The maps are per piece, not per token; on one axis with the batch for `vmap`.
-        maps = jax.tree.map(lambda x: x.reshape(-1, call.pieces, *x.shape[1:]), maps)
-        return _unfold(call, made | out) | {"final": final, "maps": maps}
-
-    return batched(launch)(inputs, exponentials, state), inputs
+    out = run_states.run_states(
+        shape, operands, x.v, state, scale=call.scale, save=save, interpret=call.interpret
+    )
+    final = out.final.reshape(-1, call.pieces, *out.final.shape[1:])[:, -1]
+    # The maps are per piece, not per token; on one axis with the batch for `vmap`.
+    maps = jax.tree.map(lambda x: x.reshape(-1, call.pieces, *x.shape[1:]), maps)
+    out, made = _unfold(call, (out._replace(final=None), made))
+    return out._replace(final=final), made, maps
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(call: Call, tokens: Tokens, state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Run the kernels on a multiple of 64 tokens; gates, `beta` and state are float32."""
-    out, _ = _forward(call, tokens, state, save=False)
-    return out["o"], out["final"]
+    o, final, _ = _forward(call, tokens, state, save=False)
+    return o, final
 
 
-def _run_forward(call: Call, tokens: Any, state: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _run_forward(
+    call: Call, tokens: Any, state: Any
+) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     tokens, state = custom_vjp_primal_tree_values((tokens, state))
-    out, inputs = _forward(call, tokens, state, save=True)
-    o, final = out.pop("o"), out.pop("final")
-    return (o, final), inputs | out
+    o, final, residuals = _forward(call, tokens, state, save=True)
+    return (o, final), residuals
 
 
-def _run_backward(call: Call, saved: dict[str, Any], cotangents: Any) -> tuple[Tokens, Any]:
+def _run_backward(call: Call, saved: Residuals, cotangents: Any) -> tuple[Tokens, Any]:
     do, dfinal = cotangents
+    x = saved.inputs
     if isinstance(do, SymbolicZero):
-        do = compat.vary_like(jnp.zeros(do.shape, do.dtype), saved["v"])
+        do = compat.vary_like(jnp.zeros(do.shape, do.dtype), x.v)
     # Where the final state is not used, as in most training, there are no zeros to load.
     dstate = None
     if not isinstance(dfinal, SymbolicZero):
         dstate = dfinal.astype(jnp.float32) / call.scale
     launch = batched(functools.partial(_backward, call))
-    d = launch(saved, do, dstate)
+    d, dstate = launch(saved, do, dstate)
     gradients = Tokens(
-        q=_per_key_head(d["q"], saved["q"]),
-        k=_per_key_head(d["k"], saved["k"]),
-        v=d["v"],
-        g=d["g"],
-        beta=None if d["beta"] is None else _token_vectors(d["beta"]),
+        q=_per_key_head(d.q, x.q),
+        k=_per_key_head(d.k, x.k),
+        v=d.v,
+        g=d.g,
+        beta=None if d.beta is None else _token_vectors(d.beta),
     )
-    return gradients, None if d["state"] is None else d["state"] * call.scale
+    return gradients, None if dstate is None else dstate * call.scale
 
 
 def _backward(
-    call: Call, x: dict[str, Any], do: jax.Array, dstate: jax.Array | None
-) -> dict[str, jax.Array | None]:
-    """The gradients of the inputs of `_forward`, that of the state over scale."""
-    maps = x["maps"]
-    x, do = _fold(call, (x | {"maps": None}, do))
-    q, k, inverse, gates = _operands(x)
-    shape = _shape(x)
+    call: Call, saved: Residuals, do: jax.Array, dstate: jax.Array | None
+) -> tuple[Tokens, jax.Array | None]:
+    """Return gradients of the tokens for every value head, and that of the state over scale."""
+    maps = saved.maps
+    saved, do = _fold(call, (saved._replace(maps=None), do))
+    x = saved.inputs
+    shape, operands = x.shape, _operands(x, saved.decayed, Exponentials())
     reverse = functools.partial(
-        reverse_states.reverse_states, shape, q, k, do, inverse,
-        scale=call.scale, interpret=call.interpret, **gates,
+        reverse_states.reverse_states, shape, operands, do,
+        scale=call.scale, interpret=call.interpret,
     )  # fmt: skip
-    if call.pieces > 1:
-        offsets = reverse(None, only_state=True)["dstate"]
-        dstate = _zero_states(call, k, do) if dstate is None else dstate
+    if maps is not None:
+        offsets = reverse(None, only_state=True).dstate
+        dstate = _zero_states(call, operands.k, do) if dstate is None else dstate
         maps = tuple(x.reshape(-1, *x.shape[2:]) for x in maps)
         dstate = split.chain(
             dstate, maps, offsets, call.pieces, reverse=True, interpret=call.interpret
         )
-    cotangents = reverse(dstate, start=call.starts)
-    dstate = cotangents.pop("dstate", None)
+    d = reverse(dstate, start=call.starts)
+    dstate = d.dstate
     if dstate is not None:
         dstate = dstate.reshape(-1, call.pieces, *dstate.shape[1:])[:, 0]
-    dv = cotangents.pop("dv")
-    values = (x.get("u", x["v"]), do, dv, x["states"], cotangents)
-    gradients = _channel_gradients if x["g"] is not None else _head_gradients
-    return _unfold(call, gradients(call, shape, x, values) | {"v": dv}) | {"state": dstate}
+    values = (x.v if saved.u is None else saved.u, do, d.dv, saved.states, d.planes)
+    gradients = _channel_gradients if shape.vector_gate else _head_gradients
+    return _unfold(call, gradients(call, shape, saved, values)), dstate
 
 
-def _head_gradients(
-    call: Call, shape: Shape, x: dict[str, Any], values: tuple
-) -> dict[str, jax.Array | None]:
-    dq, dk, dbeta, dg = chunk_gradients.chunk_gradients(
-        shape, x["q"], x["k"], *values, beta=x["beta"], b=x["b"],
-        scale=call.scale, interpret=call.interpret,
-    )  # fmt: skip
-    return {"q": dq, "k": dk, "beta": dbeta, "g": dg}
+def _head_gradients(call: Call, shape: Shape, saved: Residuals, values: tuple[Any, ...]) -> Tokens:
+    x = saved.inputs
+    d = chunk_gradients.chunk_gradients(
+        shape, x.q, x.k, *values, beta=x.beta, b=x.b, scale=call.scale, interpret=call.interpret
+    )
+    return Tokens(q=d.dq, k=d.dk, v=values[2], g=d.dg, beta=d.dbeta)
 
 
 def _channel_gradients(
-    call: Call, shape: Shape, x: dict[str, Any], values: tuple
-) -> dict[str, jax.Array | None]:
-    beta = x["beta"]
-    made = x["channels"] | {"overlaps": x.get("overlaps")}
-    d = chunk_cotangents.chunk_cotangents(
-        shape, made, beta, *values, scale=call.scale, interpret=call.interpret
+    call: Call, shape: Shape, saved: Residuals, values: tuple[Any, ...]
+) -> Tokens:
+    x = saved.inputs
+    of_operands = chunk_cotangents.chunk_cotangents(
+        shape, saved.decayed, x.beta, *values, scale=call.scale, interpret=call.interpret
     )
-    dq, dk, dg = channel_gradients.chunk_gradients(
-        shape, x["q"], x["k"], x["g"], d, interpret=call.interpret
+    d = channel_gradients.channel_gradients(
+        shape, x.q, x.k, x.g, of_operands.decayed, interpret=call.interpret
     )
-    return {"q": dq, "k": dk, "beta": d.get("beta"), "g": dg}
+    return Tokens(q=d.dq, k=d.dk, v=values[2], g=d.dg, beta=of_operands.beta)
 
 
 def _per_key_head(x: jax.Array, like: jax.Array) -> jax.Array:

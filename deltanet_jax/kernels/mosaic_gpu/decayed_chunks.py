@@ -16,7 +16,7 @@ loads the next channels while it decays these.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import chunk_inverses
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, channel_decay, launches, smem, warp
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
-from deltanet_jax.kernels.mosaic_gpu.chunk_plan import decayed_shapes
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.chunk_inverses import InverseTiles
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
-__all__ = ["SLICE", "SWIZZLE", "decayed_chunks"]
+__all__ = ["SLICE", "SWIZZLE", "DecayedChunks", "decayed_chunks", "types_of"]
 
 SLICE = 32  # channels at a time
 SWIZZLE = 2 * SLICE  # bytes: a slice is one tile of its array
 HALF = CHUNK // 2
+Place = tuple[Index, Index, Index]  # batch, chunk and head
 # By size, what `i ^ j` has in common for a block of 16 tokens i and the one of the tokens j.
 DISTANCES = {16: (16,), 32: (32, 48)}
 
@@ -47,22 +49,6 @@ class Plan:
     shape: Shape
     interpret: bool
     save: bool  # what the backward needs
-
-    @property
-    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        outputs = decayed_shapes(self.shape)
-        pair = outputs["scores"]
-        if self.shape.delta:
-            outputs |= {"inverse": pair} | ({"overlaps": pair} if self.save else {})
-        return outputs
-
-    @property
-    def pairs(self) -> dict[str, tuple[str, str]]:
-        """Tiles through which the left and right columns of pairs of tokens leave."""
-        saved = self.shape.delta and self.save
-        return {"scores": ("queries", "writes")} | (
-            {"overlaps": ("keys", "spare")} if saved else {}
-        )
 
     @property
     def items(self) -> int:
@@ -90,6 +76,65 @@ class Plan:
         return self.shape.key_dim // SLICE
 
 
+class Inputs(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    q: Ref
+    k: Ref
+    g: Ref
+    beta: Ref  # `None` without the delta rule
+
+
+class DecayedChunks(NamedTuple):
+    """Operands of every chunk, decayed; `None` where the kernel was not to make them.
+
+    Without a vector gate there is the inverse alone.
+    """
+
+    queries: Ref = None  # [B, T, HV, K]
+    writes: Ref = None  # [B, T, HV, K]
+    scores: Ref = None  # [B, N, HV, C, C]
+    kept: Ref = None  # [B, N, HV, K] float32
+    keys: Ref = None  # [B, T, HV, K]; with the delta rule
+    inverse: Ref = None  # [B, N, HV, C, C]; with the delta rule
+    overlaps: Ref = None  # `M`, [B, N, HV, C, C]; with the delta rule and a backward
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a warpgroup, with the tiles of `InverseTiles`."""
+
+    below_high: Ref
+    below_low: Ref
+    blocks: Ref
+    high: Ref
+    left: Ref
+    low: Ref
+    right: Ref
+    q: Ref
+    k: Ref
+    g: Ref
+    kept: Ref
+    queries: Ref
+    writes: Ref
+    keys: Ref
+    spare: Ref
+    exchange: Ref
+    others: Ref
+    beta: Ref
+
+    @property
+    def inverse(self) -> InverseTiles:
+        """The tiles of the inverse, which come first."""
+        return InverseTiles(*self[: len(InverseTiles._fields)])
+
+
+class Loaded(NamedTuple):
+    """Barriers of loads."""
+
+    keys: Ref
+    beta: Ref
+
+
 class Panels(NamedTuple):
     """Sums over channels of products within and between blocks of 16 tokens, `[C, 16]`."""
 
@@ -98,23 +143,45 @@ class Panels(NamedTuple):
     between: dict[int, jax.Array]  # by distance; of overlaps in the rows of the earlier block
 
 
-def _scratch(plan: Plan) -> dict:
-    """Buffers by name, one of each for every warpgroup."""
-    keys = smem.tile(CHUNK, SLICE, dtype=plan.shape.dtype, swizzle=SWIZZLE)
-    names = {"q", "k", "queries", "writes"} | {x for pair in plan.pairs.values() for x in pair}
-    buffers = dict.fromkeys(sorted(names | {"keys"} if plan.shape.delta else names), keys)
-    buffers |= {"g": smem.tile(CHUNK, SLICE, dtype=jnp.float32)}
-    buffers |= {"kept": plgpu.SMEM((SLICE,), jnp.float32)}
+def types_of(shape: Shape, *, save: bool) -> DecayedChunks:
+    """Return the types of the results; `save` asks for those that only the backward reads."""
+    array = jax.ShapeDtypeStruct
+    chunk = shape.batch, shape.chunks, shape.heads
+    keys = array((shape.batch, shape.tokens, shape.heads, shape.key_dim), shape.dtype)
+    pairs = array((*chunk, CHUNK, CHUNK), shape.dtype)
+    return DecayedChunks(
+        queries=keys,
+        writes=keys,
+        scores=pairs,
+        kept=array((*chunk, shape.key_dim), jnp.float32),
+        keys=keys if shape.delta else None,
+        inverse=pairs if shape.delta else None,
+        overlaps=pairs if shape.delta and save else None,
+    )
+
+
+def _scratch(plan: Plan) -> Scratch:
+    """Return the shared memory, all of it once for every warpgroup."""
+    count, delta = plan.warpgroups, plan.shape.delta
+    keys = smem.tile(count, CHUNK, SLICE, dtype=plan.shape.dtype, swizzle=SWIZZLE)
     exchange = warp.exchange_shape(SLICE, uniform=True)
-    buffers |= {"exchange": plgpu.SMEM(exchange, jnp.float32)}
-    buffers |= {"others": plgpu.SMEM(warp.other_rows_shape(SLICE), jnp.int32)}
-    if plan.shape.delta:
-        buffers |= chunk_inverses.inverse_buffers(plan.shape.dtype)
-        buffers |= {"beta": plgpu.SMEM((CHUNK,), jnp.float32)}
-    return {
-        name: plgpu.SMEM((plan.warpgroups, *x.shape), x.dtype, transforms=x.transforms)
-        for name, x in buffers.items()
-    }
+    inverse = InverseTiles(*[None] * len(InverseTiles._fields))
+    if delta:
+        inverse = chunk_inverses.inverse_tiles(plan.shape.dtype, count)
+    return Scratch(
+        *inverse,
+        q=keys,
+        k=keys,
+        g=smem.tile(count, CHUNK, SLICE, dtype=jnp.float32),
+        kept=plgpu.SMEM((count, SLICE), jnp.float32),
+        queries=keys,
+        writes=keys,
+        keys=keys if delta else None,
+        spare=keys if delta and plan.save else None,
+        exchange=plgpu.SMEM((count, *exchange), jnp.float32),
+        others=plgpu.SMEM((count, *warp.other_rows_shape(SLICE)), jnp.int32),
+        beta=plgpu.SMEM((count, CHUNK), jnp.float32) if delta else None,
+    )
 
 
 def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int) -> jax.Array:
@@ -123,29 +190,35 @@ def _within(plan: Plan, panel: jax.Array, x: jax.Array, y: jax.Array, size: int)
     return jnp.where(channel_decay.pairs(size, BLOCK), panel + product, panel)
 
 
-def _between(plan: Plan, buffers, sums, queries, keys, size: int) -> dict[int, jax.Array]:
+def _between(
+    plan: Plan,
+    tiles: Scratch,
+    sums: dict[int, jax.Array],
+    queries: jax.Array,
+    keys: jax.Array,
+    size: int,
+) -> dict[int, jax.Array]:
     """Add the pairs of one size from 16."""
     own = queries
     if plan.shape.delta:
         own = warp.odd_rows(queries, keys, size, interpret=plan.interpret)
     distances = DISTANCES[size]
-    others = warp.other_rows(keys, distances, buffers["others"], interpret=plan.interpret)
+    others = warp.other_rows(keys, distances, tiles.others, interpret=plan.interpret)
     return sums | {
         distance: warp.block_products(own, other, sums[distance], interpret=plan.interpret)
         for distance, other in zip(distances, others, strict=True)
     }
 
 
-def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
-    """Decay 32 channels, whose gates are `a`.
-
-    Returns what `decayed_chunks` stores of them by name, and `panels` plus their share.
-    """
+def _decay(
+    plan: Plan, tiles: Scratch, q: jax.Array, k: jax.Array, a: jax.Array, panels: Panels
+) -> tuple[DecayedChunks, Panels]:
+    """Decay 32 channels, whose gates are `a`; return them, and `panels` plus their share."""
     exchange = functools.partial(
-        warp.exchanged, scratch=buffers["exchange"], uniform=True, interpret=plan.interpret
+        warp.exchanged, scratch=tiles.exchange, uniform=True, interpret=plan.interpret
     )
 
-    def low(x):
+    def low(x: jax.Array) -> jax.Array:
         return x.astype(plan.shape.dtype)
 
     blocks = channel_decay.single(a)
@@ -154,16 +227,19 @@ def _decay(plan: Plan, buffers, q, k, a, panels: Panels):
     for size in channel_decay.SIZES:
         queries, keys = low(q * blocks.factor), low(k * blocks.factor)
         if size in channel_decay.BETWEEN:
-            between = _between(plan, buffers, between, queries, keys, size)
+            between = _between(plan, tiles, between, queries, keys, size)
         else:
             scores = _within(plan, scores, queries, keys, size)
             if plan.shape.delta:
                 overlaps = _within(plan, overlaps, keys, keys, size)
         blocks = channel_decay.doubled(blocks, size, exchange)
-    made = {"queries": low(q * blocks.from_start), "writes": low(k * blocks.to_end)}
-    if plan.shape.delta:
-        made |= {"keys": low(k * blocks.from_start)}
-    return made | {"kept": blocks.block}, Panels(scores, overlaps, between)
+    made = DecayedChunks(
+        queries=low(q * blocks.from_start),
+        writes=low(k * blocks.to_end),
+        kept=blocks.block,
+        keys=low(k * blocks.from_start) if plan.shape.delta else None,
+    )
+    return made, Panels(scores, overlaps, between)
 
 
 def _whole(within: jax.Array, between: dict[int, jax.Array]) -> jax.Array:
@@ -181,42 +257,44 @@ def _whole(within: jax.Array, between: dict[int, jax.Array]) -> jax.Array:
     return jnp.concatenate(columns, axis=1)
 
 
-def _overlaps(plan: Plan, buffers, panels: Panels) -> jax.Array:
+def _overlaps(plan: Plan, tiles: Scratch, panels: Panels) -> jax.Array:
     between = {}
     for distance, x in panels.between.items():
         between[distance] = warp.other_triangle(
-            x, distance, buffers["blocks"].at[:, pl.ds(0, BLOCK)], interpret=plan.interpret
+            x, distance, tiles.blocks.at[:, pl.ds(0, BLOCK)], interpret=plan.interpret
         )
         plgpu.commit_smem()
     return _whole(panels.overlaps, between)
 
 
-def _store_pairs(plan: Plan, refs, buffers, place, name: str, x: jax.Array) -> None:
-    halves = plan.pairs[name]
+def _store_pairs(halves: tuple[Ref, Ref], target: Ref, x: jax.Array) -> None:
+    """Store the pairs of tokens of a chunk through two tiles, of half of the columns each."""
     for at, tile in enumerate(halves):
-        buffers[tile][...] = x[:, at * HALF : (at + 1) * HALF].astype(plan.shape.dtype)
+        tile[...] = x[:, at * HALF : (at + 1) * HALF].astype(target.dtype)
     plgpu.commit_smem()
     for at, tile in enumerate(halves):
-        target = refs[name].at[(*place, slice(None), pl.ds(at * HALF, HALF))]
-        plgpu.copy_smem_to_gmem(buffers[tile], target)
+        plgpu.copy_smem_to_gmem(tile, target.at[:, pl.ds(at * HALF, HALF)])
 
 
-def _finish(plan: Plan, refs, buffers, loaded, place, panels: Panels) -> None:
+def _finish(
+    plan: Plan, out: DecayedChunks, tiles: Scratch, loaded: Loaded, place: Place, panels: Panels
+) -> None:
     """Store the pairs of tokens, and the inverse."""
     _settle()
-    _store_pairs(plan, refs, buffers, place, "scores", _whole(panels.scores, panels.between))
+    scores = _whole(panels.scores, panels.between)
+    _store_pairs((tiles.queries, tiles.writes), out.scores.at[place], scores)
     if not plan.shape.delta:
         return
-    overlaps = _overlaps(plan, buffers, panels)
+    overlaps = _overlaps(plan, tiles, panels)
     if plan.save:
-        _store_pairs(plan, refs, buffers, place, "overlaps", overlaps)
-    plgpu.barrier_wait(loaded["beta"])
-    x = overlaps * smem.over_columns(-smem.column(buffers["beta"]), overlaps.shape)
+        _store_pairs((tiles.keys, tiles.spare), out.overlaps.at[place], overlaps)
+    plgpu.barrier_wait(loaded.beta)
+    x = overlaps * smem.over_columns(-smem.column(tiles.beta), (CHUNK, CHUNK))
     halves = chunk_inverses.store_inverse(
-        x, buffers, dtype=plan.shape.dtype, interpret=plan.interpret
+        x, tiles.inverse, dtype=plan.shape.dtype, interpret=plan.interpret
     )
     plgpu.commit_smem()
-    chunk_inverses.copy_inverse(halves, refs["inverse"].at[place])
+    chunk_inverses.copy_inverse(halves, out.inverse.at[place])
 
 
 def _settle() -> None:
@@ -224,67 +302,71 @@ def _settle() -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _body(plan: Plan, names, *args):
-    *refs, buffers, loaded, left = args
-    refs = dict(zip(names, refs, strict=True))
+def _body(
+    plan: Plan, refs: Inputs, out: DecayedChunks, every: Scratch, loaded: Loaded, left: Ref
+) -> None:
     role, program = lax.axis_index("role"), lax.axis_index("program")
-    loaded = {name: x.at[role] for name, x in loaded.items()}
-    every = buffers
+    loaded = launches.at(loaded, lambda: role)
 
-    def own_buffers():
-        return {name: x.at[lax.axis_index("role")] for name, x in every.items()}
+    def own_tiles() -> Scratch:
+        return launches.at(every, lambda: lax.axis_index("role"))
 
-    buffers = own_buffers()
+    tiles = own_tiles()
 
-    def place_of(i):
+    def place_of(i: Index) -> Place:
         # Where nothing is left a warpgroup repeats the last chunk.
         item = jnp.minimum((i * plan.programs + program) * plan.warpgroups + role, plan.items - 1)
         head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
         return lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head
 
-    def keys_at(place, at):
+    def keys_at(place: Place, at: Index) -> tuple[Index, Any, Index, Any]:
         batch, chunk, head = place
         return batch, pl.ds(chunk * CHUNK, CHUNK), head, pl.ds(at * SLICE, SLICE)
 
-    def load(step):
+    def load(step: Index) -> None:
         own = keys_at(place_of(lax.div(step, plan.slices)), lax.rem(step, plan.slices))
         batch, tokens, head, channels = own
         shared = batch, tokens, lax.div(head, plan.shape.group), channels
-        for name, source in (("g", own), ("q", shared), ("k", shared)):
-            plgpu.copy_gmem_to_smem(refs[name].at[source], buffers[name], loaded["keys"])
+        plgpu.copy_gmem_to_smem(refs.g.at[own], tiles.g, loaded.keys)
+        plgpu.copy_gmem_to_smem(refs.q.at[shared], tiles.q, loaded.keys)
+        plgpu.copy_gmem_to_smem(refs.k.at[shared], tiles.k, loaded.keys)
 
-    def part(i, place, at, panels):
-        plgpu.barrier_wait(loaded["keys"])
-        a = jnp.exp(plgpu.load(buffers["g"], layout=smem.MATRIX))
-        q, k = (smem.matrix(buffers[x]) for x in "qk")
+    def part(i: Index, place: Place, at: Index, panels: Panels) -> Panels:
+        plgpu.barrier_wait(loaded.keys)
+        a = jnp.exp(plgpu.load(tiles.g, layout=smem.MATRIX))
+        q, k = (smem.matrix(x) for x in (tiles.q, tiles.k))
         # All warps have read the tiles, which are then filled again.
         plgpu.commit_smem()
         following = i * plan.slices + at + 1
         pl.when(following < plan.rounds * plan.slices)(lambda: load(following))
-        made, panels = _decay(plan, buffers, q, k, a, panels)
+        made, panels = _decay(plan, tiles, q, k, a, panels)
         _settle()
-        kept = made.pop("kept")
-        for name, x in made.items():
-            buffers[name][...] = x
-        warp.store_row(buffers["kept"], kept, interpret=plan.interpret)
+        leave = [
+            (made.queries, tiles.queries, out.queries),
+            (made.writes, tiles.writes, out.writes),
+        ]
+        if plan.shape.delta:
+            leave += [(made.keys, tiles.keys, out.keys)]
+        for x, tile, _ in leave:
+            tile[...] = x
+        warp.store_row(tiles.kept, made.kept, interpret=plan.interpret)
         plgpu.commit_smem()
         own = keys_at(place, at)
-        for name in made:
-            plgpu.copy_smem_to_gmem(buffers[name], refs[name].at[own])
-        target = refs["kept"].at[(*place, own[-1])]
-        plgpu.copy_smem_to_gmem(buffers["kept"], target)
+        for _, tile, target in leave:
+            plgpu.copy_smem_to_gmem(tile, target.at[own])
+        plgpu.copy_smem_to_gmem(tiles.kept, out.kept.at[(*place, own[-1])])
         return panels
 
-    def chunk(i, _):
+    def chunk(i: Index, _: None) -> None:
         place = place_of(i)
         if plan.shape.delta:
-            plgpu.copy_gmem_to_smem(refs["beta"].at[place], buffers["beta"], loaded["beta"])
+            plgpu.copy_gmem_to_smem(refs.beta.at[place], tiles.beta, loaded.beta)
         zero = jnp.zeros((CHUNK, BLOCK), jnp.float32)
         between = {x: zero for distances in DISTANCES.values() for x in distances}
         panels = Panels(zero, zero if plan.shape.delta else None, between)
         panels = lax.fori_loop(0, plan.slices, functools.partial(part, i, place), panels)
         # Recomputed: see `lanes.zero`.
-        _finish(plan, refs, own_buffers(), loaded, place, panels)
+        _finish(plan, out, own_tiles(), loaded, place, panels)
 
     load(0)
     lax.fori_loop(0, plan.rounds, chunk, None)
@@ -294,7 +376,16 @@ def _body(plan: Plan, names, *args):
     plgpu.barrier_wait(left)
 
 
-def decayed_chunks(shape: Shape, q, k, g, beta, *, save, interpret=None):
+def decayed_chunks(
+    shape: Shape,
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array | None,
+    *,
+    save: bool,
+    interpret: object = None,
+) -> DecayedChunks:
     """The chunks' operands, decayed.
 
     Args:
@@ -307,25 +398,23 @@ def decayed_chunks(shape: Shape, q, k, g, beta, *, save, interpret=None):
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        A dictionary: `queries` and `writes` `[B, T, HV, K]`, `scores` `[B, N, HV, C, C]` in the
-        dtype of `k`, and `kept` `[B, N, HV, K]` float32; with the delta rule also `keys`
-        `[B, T, HV, K]`, the `inverse` and, if saved, the `overlaps` `M`, `[B, N, HV, C, C]`.
+        The operands.
     """
     plan = Plan(shape=shape, save=save, interpret=interpret is not None)
-    inputs = {"q": q, "k": k, "g": g} | ({} if beta is None else {"beta": beta})
-    barriers = {"keys": plgpu.Barrier(num_arrivals=3, num_barriers=plan.warpgroups)}
-    if shape.delta:
-        barriers |= {"beta": plgpu.Barrier(num_barriers=plan.warpgroups)}
-    names = (*inputs, *plan.outputs)
-    kernel = plgpu.kernel(
-        launches.named("decayed_chunks", functools.partial(_body, plan, names)),
-        out_type=tuple(plan.outputs.values()),
-        scratch_types=(_scratch(plan), barriers, plgpu.Barrier(num_arrivals=plan.warpgroups)),
-        grid=(plan.programs,),
-        grid_names=("program",),
-        num_threads=plan.warpgroups,
-        thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    count = plan.warpgroups
+    loaded = Loaded(
+        keys=plgpu.Barrier(num_arrivals=3, num_barriers=count),
+        beta=plgpu.Barrier(num_barriers=count) if shape.delta else None,
+    )
+    return launches.launch(
+        "decayed_chunks",
+        functools.partial(_body, plan),
+        Inputs(q, k, g, beta),
+        types_of(shape, save=save),
+        _scratch(plan),
+        loaded,
+        plgpu.Barrier(num_arrivals=count),
+        programs=plan.programs,
+        warpgroups=count,
         interpret=interpret,
     )
-    return dict(zip(plan.outputs, kernel(*inputs.values()), strict=True))

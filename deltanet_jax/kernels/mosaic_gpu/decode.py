@@ -8,6 +8,7 @@ SM, which hides the latency of the memory.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax import compat
 from deltanet_jax.core.problem import GateKind
 from deltanet_jax.kernels.mosaic_gpu.blocks import launches
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
@@ -57,15 +59,31 @@ class Plan:
         return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)
 
 
-def _body(plan: Plan, names: tuple[str, ...], *refs) -> None:
-    refs = dict(zip(names, refs, strict=True))
+class Inputs(NamedTuple):
+    """Arrays of one token."""
+
+    q: Ref  # [B, H, K]
+    k: Ref  # [B, H, K]
+    v: Ref  # [B, HV, V]
+    g: Ref  # [B, HV] or [B, HV, K], float32; `None` without a gate
+    beta: Ref  # [B, HV] float32; `None` without the delta rule
+
+
+class Results(NamedTuple):
+    """The output, and the next state where it does not take the place of the state."""
+
+    o: Ref  # [B, HV, V]
+    new_state: Ref  # [B, HV, K, V] float32
+
+
+def _body(plan: Plan, refs: Inputs, old_state: Ref, out: Results) -> None:
     item, parts = lax.axis_index("program"), plan.shape.value_dim // plan.width
     columns = pl.ds(lax.rem(item, parts) * plan.width, plan.width)
     item = lax.div(item, parts)
     batch, head = lax.div(item, plan.shape.heads), lax.rem(item, plan.shape.heads)
     key_head = lax.div(head, plan.shape.group)
 
-    def load(ref, layout) -> jax.Array:
+    def load(ref: Ref, layout: plgpu.Layout) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def over_rows(x: jax.Array) -> jax.Array:
@@ -77,24 +95,35 @@ def _body(plan: Plan, names: tuple[str, ...], *refs) -> None:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.part, [1]), plan.layout)
 
     row, column = plan.layout.reduce(1), plan.layout.reduce(0)
-    state = load(refs["state"].at[batch, head, :, columns], plan.layout)
-    k = over_rows(load(refs["k"].at[batch, key_head], row))
-    q = over_rows(load(refs["q"].at[batch, key_head], row))
-    written = load(refs["v"].at[batch, head, columns], column)
+    state = load(old_state.at[batch, head, :, columns], plan.layout)
+    k = over_rows(load(refs.k.at[batch, key_head], row))
+    q = over_rows(load(refs.q.at[batch, key_head], row))
+    written = load(refs.v.at[batch, head, columns], column)
     if plan.shape.scalar_gate:
-        state *= jnp.exp(refs["g"][batch, head])
+        state *= jnp.exp(refs.g[batch, head])
     elif plan.shape.vector_gate:
-        state *= over_rows(jnp.exp(load(refs["g"].at[batch, head], row)))
+        state *= over_rows(jnp.exp(load(refs.g.at[batch, head], row)))
     if plan.shape.delta:
-        written = refs["beta"][batch, head] * (written - jnp.sum(k * state, axis=0))
+        written = refs.beta[batch, head] * (written - jnp.sum(k * state, axis=0))
     state += k * over_columns(written)
-    target = refs.get("new_state", refs["state"])
+    target = old_state if out.new_state is None else out.new_state
     target.at[batch, head, :, columns][...] = state
     o = plan.scale * jnp.sum(q * state, axis=0)
-    refs["o"].at[batch, head, columns][...] = o.astype(refs["o"].dtype)
+    out.o.at[batch, head, columns][...] = o.astype(out.o.dtype)
 
 
-def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=None):
+def advance(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array | None,
+    state: jax.Array,
+    *,
+    scale: float,
+    in_place: bool,
+    interpret: object = None,
+) -> tuple[jax.Array, jax.Array]:
     """One token.
 
     Args:
@@ -114,24 +143,18 @@ def advance(q, k, v, g, beta, state, *, scale: float, in_place: bool, interpret=
     gates: dict[int, GateKind] = {2: "scalar", 3: "vector"}
     gate = "none" if g is None else gates[g.ndim]
     plan = Plan(shape=Shape.of(q=q, v=v, gate=gate, delta=beta is not None), scale=scale)
-    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    # The state comes last: after it the output, and where the next state goes.
-    names = (*inputs, "o") if in_place else (*inputs, "o", "new_state")
-    out_type = [compat.type_like(x, x.shape, x.dtype) for x in ((v,) if in_place else (v, state))]
-    kernel = pl.kernel(
-        launches.named("decode", functools.partial(_body, plan, names)),
-        out_type=out_type,
-        mesh=plgpu.Mesh(
-            grid=(plan.shape.batch * plan.shape.heads * (plan.shape.value_dim // plan.width),),
-            grid_names=("program",),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    inputs = Inputs(q, k, v, g, beta)
+    values, next_state = (compat.type_like(x, x.shape, x.dtype) for x in (v, state))
+    outputs = Results(values, None if in_place else next_state)
+    kernel = launches.overwriting(
+        "decode",
+        functools.partial(_body, plan),
+        outputs,
+        programs=plan.shape.batch * plan.shape.heads * (plan.shape.value_dim // plan.width),
         interpret=interpret,
     )
     if not in_place:
-        o, new_state = kernel(*inputs.values())
+        o, new_state = kernel(inputs, state)
         return o, new_state
-    del inputs["state"]
-    (new_state,), (o,) = launches.overwriting(kernel, inputs.values(), [state], out_type)
+    new_state, (o, _) = launches.run_over(kernel, inputs, state, outputs)
     return o, new_state

@@ -11,6 +11,8 @@ five kernels for the vectors and as many for the gradient, each with little to d
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, launches
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import thread_index
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
 from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import (
+    Value,
     add,
     bits_and,
     constant,
@@ -37,7 +41,9 @@ from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import (
 )
 from deltanet_jax.kernels.mosaic_gpu.support import LOWEST_GATE
 
-__all__ = ["gate_gradient", "gate_vectors"]
+__all__ = ["GateParts", "GateVectors", "gate_gradient", "gate_vectors"]
+
+Record = TypeVar("Record")
 
 ROWS = 8  # of a thread block: as many heads as fill what the memory gives at once, 32 bytes
 VECTOR = 4  # tokens of a thread
@@ -46,24 +52,61 @@ STEP = LANES  # tokens from one access of a thread to the next, on the side of t
 PITCH = CHUNK + VECTOR  # from row to row in shared memory: neither access meets a bank conflict
 
 
-def _launch(name: str, by_thread, plain, inputs: dict, outputs: dict, turned, interpret) -> dict:
+class Gates(NamedTuple):
+    """What a token has of every value head, `[B, T, HV]`; or rows of it in shared memory."""
+
+    g: Ref  # log-decay
+    beta: Ref = None  # `None` without the delta rule
+
+
+class GateVectors(NamedTuple):
+    """The vectors of every chunk, `[B, N, HV, C]` float32."""
+
+    b: Ref
+    decay: Ref
+    rest: Ref
+    beta: Ref = None  # `None` without the delta rule
+
+
+class GateParts(NamedTuple):
+    """Parts of the gradient of `b`, `[M, B, N, HV, C]` float32, to be summed over M."""
+
+    db_q: Ref  # of the tokens
+    db_k: Ref
+    overlap: Ref  # of the last token, whichever row it is in, times `scale exp(b_C)`
+    db_write: Ref  # of the last token, times `scale`
+
+
+class _Parts(NamedTuple):
+    b: Ref
+    parts: GateParts
+
+
+def _launch(
+    name: str,
+    by_thread: Callable[..., None],
+    plain: Callable[[Any, Any], None],
+    inputs: Any,
+    outputs: Record,
+    turned: Any,
+    *,
+    rows: int,
+    interpret: object,
+) -> Record:
     """Run `by_thread(first row, inputs, outputs, turned)` for some rows in every thread block.
 
     Args:
         name: Name of the kernel in profiles.
         by_thread: Work of a thread.
         plain: `(inputs, outputs)`, the same for the interpreter, of all rows.
-        inputs: Arrays by name.
-        outputs: Shapes by name.
-        turned: Names of what passes through shared memory.
+        inputs: Record of arrays.
+        outputs: Record of types.
+        turned: Record of arrays whose rows pass through shared memory.
+        rows: Number of rows.
         interpret: Interpreter parameters, or `None` for the device.
     """
-    rows = next(iter(outputs.values())).size // CHUNK
 
-    def body(*args):
-        *refs, scratch = args
-        sources = dict(zip(inputs, refs[: len(inputs)], strict=True))
-        results = dict(zip(outputs, refs[len(inputs) :], strict=True))
+    def body(sources: Any, results: Any, scratch: Any) -> None:
         if interpret is not None:
             plain(sources, results)
             return
@@ -72,27 +115,29 @@ def _launch(name: str, by_thread, plain, inputs: dict, outputs: dict, turned, in
         inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *types))
         inlined(by_thread)(first, sources, results, scratch)
 
-    kernel = plgpu.kernel(
-        launches.named(name, body),
-        out_type=tuple(outputs.values()),
-        scratch_types=(dict.fromkeys(turned, plgpu.SMEM((ROWS, PITCH), jnp.float32)),),
-        grid=(1 if interpret else pl.cdiv(rows, ROWS),),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    return launches.launch(
+        name,
+        body,
+        inputs,
+        outputs,
+        jax.tree.map(lambda _: plgpu.SMEM((ROWS, PITCH), jnp.float32), turned),
+        programs=1 if interpret else pl.cdiv(rows, ROWS),
+        approximate=False,
         interpret=interpret,
     )
-    return dict(zip(outputs, kernel(*inputs.values()), strict=True))
 
 
-def _plain_vectors(inputs: dict, results: dict) -> None:
-    x = {name: jnp.swapaxes(ref[...], 1, 2) for name, ref in inputs.items()}
-    b = jnp.cumsum(jnp.maximum(x.pop("g"), LOWEST_GATE), axis=-1)
-    x |= {"b": b, "decay": jnp.exp(b), "rest": jnp.exp(b[..., -1:] - b)}
-    for name, y in x.items():
-        results[name][...] = y
+def _plain_vectors(inputs: Gates, results: GateVectors) -> None:
+    g = jnp.swapaxes(inputs.g[...], 1, 2)
+    b = jnp.cumsum(jnp.maximum(g, LOWEST_GATE), axis=-1)
+    results.b[...] = b
+    results.decay[...] = jnp.exp(b)
+    results.rest[...] = jnp.exp(b[..., -1:] - b)
+    if inputs.beta is not None:
+        results.beta[...] = jnp.swapaxes(inputs.beta[...], 1, 2)
 
 
-def _turned_place(first, thread, heads: int, end: int):
+def _turned_place(first: Value, thread: Value, heads: int, end: int) -> tuple[Value, Value, Value]:
     """Return offsets of a thread's first value in shared and device memory, on the heads' side.
 
     And whether its row exists; for rows past the last one, that one is read.
@@ -104,7 +149,14 @@ def _turned_place(first, thread, heads: int, end: int):
     return add(times(own, PITCH), token), add(at, times(token, heads)), less(row, end)
 
 
-def _vector_rows(shape: tuple[int, int, int], ctx, first, inputs, results, turned) -> None:
+def _vector_rows(
+    shape: tuple[int, int, int],
+    ctx: object,
+    first: Value,
+    inputs: Gates,
+    results: GateVectors,
+    turned: Gates,
+) -> None:
     """The rows from `first` on; those past the last one are computed but not stored."""
     from jax.experimental.mosaic.gpu import utils
 
@@ -112,26 +164,31 @@ def _vector_rows(shape: tuple[int, int, int], ctx, first, inputs, results, turne
     chunks, _, heads = shape
     thread, first = thread_index(), first.registers.item()
     place, at, _ = _turned_place(first, thread, heads, chunks * heads)
-    loaded = {}
-    for name, ref in inputs.items():
+    loaded = []
+    for ref in _present(inputs.beta, inputs.g):
         source = utils.memref_ptr(ref)
-        loaded[name] = [read(source, at, 1, after=i * heads) for i in range(0, CHUNK, STEP)]
-    turned = {name: utils.memref_ptr(ref) for name, ref in turned.items()}
-    for name, numbers in loaded.items():
-        for i, x in enumerate(numbers):
-            write(turned[name], place, x, after=i * STEP)
+        loaded += [[read(source, at, 1, after=i * heads) for i in range(0, CHUNK, STEP)]]
+    pointers = [utils.memref_ptr(ref) for ref in _present(turned.beta, turned.g)]
+    for pointer, values in zip(pointers, loaded, strict=True):
+        for i, x in enumerate(values):
+            write(pointer, place, x, after=i * STEP)
     utils.warpgroup_barrier()
     own, lane = divided(thread, LANES), remainder(thread, LANES)
     token, row = times(lane, VECTOR), add(first, own)
-    x = {name: read(ref, add(times(own, PITCH), token), VECTOR) for name, ref in turned.items()}
-    x |= _exponentials(lane, x.pop("g"))
+    *beta, g = (read(pointer, add(times(own, PITCH), token), VECTOR) for pointer in pointers)
+    vectors = (*beta, *_exponentials(lane, g))
+    targets = _present(results.beta, results.b, results.decay, results.rest)
     with utils.when(less(row, chunks * heads)):
-        for name, numbers in x.items():
-            write(utils.memref_ptr(results[name]), add(times(row, CHUNK), token), numbers)
+        for target, numbers in zip(targets, vectors, strict=True):
+            write(utils.memref_ptr(target), add(times(row, CHUNK), token), numbers)
 
 
-def _exponentials(lane, g: list) -> dict[str, list]:
-    """`b` and what the kernels read of it, of four tokens."""
+def _present(*refs: Ref) -> list[Ref]:
+    return [ref for ref in refs if ref is not None]
+
+
+def _exponentials(lane: Value, g: list[Value]) -> tuple[list[Value], list[Value], list[Value]]:
+    """`b`, exp(b) and exp(b_C - b) of four tokens."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir.dialects import arith, math
 
@@ -148,10 +205,10 @@ def _exponentials(lane, g: list) -> dict[str, list]:
         total = arith.addf(total, other)
     decay = [math.exp(x) for x in b]
     rest = [math.exp(arith.subf(total, x)) for x in b]
-    return {"b": b, "decay": decay, "rest": rest}
+    return b, decay, rest
 
 
-def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dict[str, jax.Array]:
+def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret: object = None) -> GateVectors:
     """The vectors of every chunk.
 
     Args:
@@ -160,28 +217,32 @@ def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret=None) -> dic
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        By name `b`, `decay`, `rest` and, if there is one, `beta`: `[B, N, HV, C]` float32.
+        The vectors.
     """
     batch, tokens, heads = g.shape
     shape = (batch * tokens // CHUNK, CHUNK, heads)
-    inputs = {"g": g} | ({} if beta is None else {"beta": beta})
-    inputs = {name: x.reshape(shape) for name, x in inputs.items()}
-    names = ("b", "decay", "rest", "beta")[: 2 + len(inputs)]
+    inputs = jax.tree.map(lambda x: x.reshape(shape), Gates(g, beta))
     row = jax.ShapeDtypeStruct((shape[0], heads, CHUNK), jnp.float32)
     out = _launch(
-        "gate_vectors", functools.partial(_vector_rows, shape), _plain_vectors,
-        inputs, dict.fromkeys(names, row), tuple(inputs), interpret,
-    )  # fmt: skip
-    return {name: x.reshape(batch, -1, heads, CHUNK) for name, x in out.items()}
+        "gate_vectors",
+        functools.partial(_vector_rows, shape),
+        _plain_vectors,
+        inputs,
+        GateVectors(row, row, row, None if beta is None else row),
+        inputs,
+        rows=shape[0] * heads,
+        interpret=interpret,
+    )
+    return jax.tree.map(lambda x: x.reshape(batch, -1, heads, CHUNK), out)
 
 
-def gate_gradient(parts: dict, b: jax.Array, *, scale: float, interpret=None) -> jax.Array:
+def gate_gradient(
+    parts: GateParts, b: jax.Array, *, scale: float, interpret: object = None
+) -> jax.Array:
     """The gradient of `g`: the sum of that of `b` over a token and the later ones of its chunk.
 
     Args:
-        parts: Parts of the gradient of `b`, `[M, B, N, HV, C]` float32 each, to be summed over M.
-            `db_q` and `db_k` belong to the tokens; `overlap`, times `scale exp(b_C)`, and
-            `db_write`, times `scale`, to the last one, whichever row they are in.
+        parts: Parts of the gradient of `b`.
         b: `[B, N, HV, C]` float32.
         scale: Factor on `q`.
         interpret: Interpreter parameters, or `None` for the device.
@@ -191,23 +252,39 @@ def gate_gradient(parts: dict, b: jax.Array, *, scale: float, interpret=None) ->
     """
     batch, chunks, heads, _ = b.shape
     shape = batch * chunks, CHUNK, heads
-    blocks = parts["db_q"].shape[0]
-    out = {"dg": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    by_thread = functools.partial(_gradient_rows, shape, blocks, scale)
-    plain = functools.partial(_plain_gradient, scale)
-    out = _launch("gate_gradient", by_thread, plain, {"b": b} | parts, out, ("dg",), interpret)
-    return out["dg"].reshape(batch, chunks * CHUNK, heads)
+    blocks = parts.db_q.shape[0]
+    dg = jax.ShapeDtypeStruct(shape, jnp.float32)
+    dg = _launch(
+        "gate_gradient",
+        functools.partial(_gradient_rows, shape, blocks, scale),
+        functools.partial(_plain_gradient, scale),
+        _Parts(b, parts),
+        dg,
+        dg,
+        rows=dg.size // CHUNK,
+        interpret=interpret,
+    )
+    return dg.reshape(batch, chunks * CHUNK, heads)
 
 
-def _plain_gradient(scale: float, refs: dict, results: dict) -> None:
-    x = {name: ref[...] for name, ref in refs.items()}
-    last = scale * (jnp.exp(x["b"][..., -1:]) * x["overlap"] + x["db_write"]).sum((0, -1))
-    db = (x["db_q"] + x["db_k"]).sum(0).at[..., -1].add(last)
+def _plain_gradient(scale: float, refs: _Parts, result: Ref) -> None:
+    b, (db_q, db_k, overlap, db_write) = jax.tree.map(lambda ref: ref[...], refs)
+    last = scale * (jnp.exp(b[..., -1:]) * overlap + db_write).sum((0, -1))
+    db = (db_q + db_k).sum(0).at[..., -1].add(last)
     dg = lax.cumsum(db, axis=3, reverse=True)
-    results["dg"][...] = jnp.swapaxes(dg.reshape(-1, *dg.shape[2:]), 1, 2)
+    result[...] = jnp.swapaxes(dg.reshape(-1, *dg.shape[2:]), 1, 2)
 
 
-def _gradient_rows(shape, blocks: int, scale: float, ctx, first, refs, results, turned) -> None:
+def _gradient_rows(
+    shape: tuple[int, int, int],
+    blocks: int,
+    scale: float,
+    ctx: object,
+    first: Value,
+    refs: _Parts,
+    result: Ref,
+    turned: Ref,
+) -> None:
     """Compute the rows of `gate_gradient` from `first` on, as `_vector_rows` does."""
     from jax.experimental.mosaic.gpu import utils
 
@@ -216,34 +293,38 @@ def _gradient_rows(shape, blocks: int, scale: float, ctx, first, refs, results, 
     end = chunks * heads
     thread, first = thread_index(), first.registers.item()
     own, lane = divided(thread, LANES), remainder(thread, LANES)
+    parts = refs.parts
     token, start = times(lane, VECTOR), times(smaller(add(first, own), end - 1), CHUNK)
-    refs = {name: utils.memref_ptr(ref) for name, ref in refs.items()}
-    total = read(refs.pop("b"), start, 1, after=CHUNK - 1)[0]
-    parts = {}
-    for name, ref in refs.items():
-        places = [i * end * CHUNK for i in range(blocks)]
-        loaded = [read(ref, add(start, token), VECTOR, after=place) for place in places]
-        parts[name] = functools.reduce(sums, loaded)
-    dg = _later_sums(lane, total, parts, scale)
-    turned = utils.memref_ptr(turned["dg"])
+    total = read(utils.memref_ptr(refs.b), start, 1, after=CHUNK - 1)[0]
+
+    def load(ref: Ref) -> list[Value]:
+        pointer, places = utils.memref_ptr(ref), [i * end * CHUNK for i in range(blocks)]
+        loaded = [read(pointer, add(start, token), VECTOR, after=place) for place in places]
+        return functools.reduce(sums, loaded)
+
+    db_k, db_q, db_write, overlap = (
+        load(ref) for ref in (parts.db_k, parts.db_q, parts.db_write, parts.overlap)
+    )
+    dg = _later_sums(lane, total, GateParts(db_q, db_k, overlap, db_write), scale)
+    turned = utils.memref_ptr(turned)
     write(turned, add(times(own, PITCH), token), dg)
     utils.warpgroup_barrier()
     place, at, inside = _turned_place(first, thread, heads, end)
-    result = utils.memref_ptr(results["dg"])
+    result = utils.memref_ptr(result)
     with utils.when(inside):
         for i in range(0, CHUNK, STEP):
             write(result, at, read(turned, place, 1, after=i), after=i * heads)
 
 
-def _later_sums(lane, total, parts: dict[str, list], scale: float) -> list:
+def _later_sums(lane: Value, total: Value, parts: GateParts, scale: float) -> list[Value]:
     """The gradients of four gates, from the parts of these four tokens and the total `b_C`."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir.dialects import arith, math
 
-    later = sums(parts["db_q"], parts["db_k"])
+    later = sums(parts.db_q, parts.db_k)
     for i in range(VECTOR - 2, -1, -1):
         later[i] = arith.addf(later[i], later[i + 1])
-    kept, pairs = math.exp(total), zip(parts["overlap"], parts["db_write"], strict=True)
+    kept, pairs = math.exp(total), zip(parts.overlap, parts.db_write, strict=True)
     last = functools.reduce(arith.addf, [math.fma(kept, x, y) for x, y in pairs])
     last = arith.mulf(last, constant(scale))
     block = later[0]

@@ -9,8 +9,9 @@ item, those of small heads two, which share an SM and nothing else.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,19 +19,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
 
 __all__ = [
     "WIDTH",
+    "Inputs",
+    "Own",
+    "Place",
     "Plan",
     "Turns",
     "are_few",
     "fill_rounds",
-    "inputs_of",
     "launch",
     "plane",
-    "vectors_of",
 ]
 
 WIDTH = 64  # columns of V of one warpgroup
@@ -64,13 +67,6 @@ class Plan:
         return 1 if alone or are_few(self.shape, self.shape.value_dim + self.map_dim) else 2
 
     @property
-    def vectors(self) -> tuple[str, ...]:
-        """Vectors to load with every chunk; row and column views of one need two copies."""
-        gate = ("b", "b_column") if self.reverse else ("b", "b_column", "decay", "rest")
-        names = ("beta",) * self.shape.delta + gate * self.shape.scalar_gate
-        return names + ("kept",) * self.shape.vector_gate
-
-    @property
     def slices(self) -> int:
         return (self.shape.value_dim + self.map_dim) // (self.columns * WIDTH)
 
@@ -92,33 +88,20 @@ class Plan:
         """Stride of the chunks whose incoming state is stored."""
         return state_planes.stride(self.shape)
 
+    def own_tile(self, *shape: int) -> Ref:
+        """Return the type of a tile that every consumer warpgroup has."""
+        return smem.tile(self.side_by_side * self.columns, *shape, dtype=self.shape.dtype)
+
     @property
-    def rows(self) -> tuple:
+    def rows(self) -> tuple[Any, ...]:
         """The blocks of rows of the state."""
         return tuple(pl.ds(i, CHUNK) for i in range(0, self.shape.key_dim, CHUNK))
 
     @property
-    def key_blocks(self) -> tuple:
+    def key_blocks(self) -> tuple[Any, ...]:
         """The blocks of columns of the transposed state."""
         width = 128 if (self.shape.key_dim, self.columns) == (128, 1) else 64
         return tuple(pl.ds(i, width) for i in range(0, self.shape.key_dim, width))
-
-    @property
-    def key_tiles(self) -> tuple[str, ...]:
-        """Tiles of keys: `k` reads, and writes unless there are `writes`."""
-        reads = () if self.shape.vector_gate and not self.shape.delta else ("k",)
-        return reads + ("writes",) * self.shape.vector_gate + (() if self.map_dim else ("q",))
-
-    @property
-    def writes(self) -> str:
-        """The tile of the keys that write."""
-        return "writes" if self.shape.vector_gate else "k"
-
-    @property
-    def pair_tiles(self) -> tuple[str, ...]:
-        """Tiles of pairs of tokens that are loaded."""
-        loaded = self.shape.vector_gate and not self.map_dim
-        return ("inverse",) * self.shape.delta + ("scores",) * loaded
 
     @property
     def precise(self) -> bool:
@@ -165,22 +148,81 @@ class Plan:
         return 200, 104
 
 
+class Inputs(NamedTuple):
+    """Arrays that both recurrent kernels read, or tiles of a chunk of them.
+
+    `None` stands for what a call has none of, or does not load.
+    """
+
+    v: Ref = None  # [B, T, HV, V]; in `run_states`
+    do: Ref = None  # gradient of the outputs, [B, T, HV, V]; in `reverse_states`
+    q: Ref = None  # [B, T, H, K]; decayed by a vector gate, as `k` and `writes`
+    k: Ref = None  # the keys that read and, unless there are `writes`, write
+    inverse: Ref = None  # [B, N, HV, C, C]
+    beta: Ref = None  # [B, N, HV, C], as the following four
+    b: Ref = None
+    b_column: Ref = None  # `b` again: row and column views of one vector need a tile each
+    decay: Ref = None
+    rest: Ref = None
+    writes: Ref = None  # [B, T, HV, K]
+    scores: Ref = None  # [B, N, HV, C, C]; as tiles, computed where they are not loaded
+    kept: Ref = None  # [B, N, HV, K]
+    state: Ref = None  # that enters the first chunk of the walk, [B, HV, K, V] float32
+
+    @property
+    def values(self) -> Ref:
+        """The array whose columns are shared out to the warpgroups."""
+        return self.do if self.v is None else self.v
+
+    @property
+    def writing(self) -> Ref:
+        """The keys that write."""
+        return self.k if self.writes is None else self.writes
+
+    @property
+    def of_tokens(self) -> tuple[Ref, ...]:
+        """What a chunk has of key heads, a row for every token."""
+        return self.k, self.writes, self.q
+
+    @property
+    def of_chunks(self) -> tuple[Ref, ...]:
+        """What there is once for every chunk and value head."""
+        vectors = (self.beta, self.b, self.b_column, self.decay, self.rest, self.kept)
+        return (self.inverse, self.scores, *vectors)
+
+
+class Own(NamedTuple):
+    """Tiles of one consumer warpgroup; each kernel has some of them."""
+
+    dv: Ref = None
+    error: Ref = None
+    o: Ref = None
+    state: Ref = None
+    u: Ref = None
+
+
+class Place(NamedTuple):
+    """Batch, head and columns of V of one consumer warpgroup."""
+
+    batch: Index
+    head: Index
+    columns: Any
+
+
+Walk = Callable[[Plan, Inputs, Any, Callable[[], Own], "Turns", Place], None]
+Results = TypeVar("Results")
+
+
 class Turns(NamedTuple):
     """Pipeline between a consumer warpgroup and its producers, for the i-th chunk."""
 
-    wait: Callable[[Any], dict]  # until it is loaded; returns its tiles
+    wait: Callable[[Any], tuple[Inputs, Own]]  # until it is loaded; returns its tiles
     wait_scores: Callable[[Any], None]  # once a chunk
     free: Callable[[Any], None]  # all of its tiles
     # Where the inverse is computed in the same thread block:
     wait_inverse: Callable[[Any], None] = lambda i: None
     free_inverse: Callable[[Any], None] = lambda i: None  # and `q`
     stored: Callable[[Any], None] = lambda i: None  # the outputs of the chunk before are
-
-
-def inputs_of(q, k, inverse, vectors, channels) -> dict:
-    """Return the inputs of both recurrent kernels by name, without absent ones."""
-    inputs = {"q": q, "k": k, "inverse": inverse} | vectors | (channels or {})
-    return {name: x for name, x in inputs.items() if x is not None}
 
 
 def are_few(shape: Shape, columns: int) -> bool:
@@ -194,27 +236,48 @@ def fill_rounds(programs: int) -> bool:
     return 5 * programs >= 4 * rounds * sm_count()
 
 
-def vectors_of(beta, b, exponentials=None) -> dict:
-    """The vectors of every chunk; row and column views of one vector need two copies."""
-    vectors = {} if beta is None else {"beta": beta}
-    return vectors if b is None else vectors | {"b": b, "b_column": b} | (exponentials or {})
-
-
-def _stages(plan: Plan, values: str) -> dict:
-    tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
-    stages = plan.side_by_side * plan.stages
-    buffers = dict.fromkeys(plan.key_tiles, tile(stages, CHUNK, plan.shape.key_dim))
-    buffers[values] = tile(stages, plan.columns, CHUNK, WIDTH)
+def _stages(plan: Plan, inputs: Inputs) -> Inputs:
+    """Return the types of the tiles of all stages."""
+    shape, stages = plan.shape, plan.side_by_side * plan.stages
+    tile = functools.partial(smem.tile, dtype=shape.dtype)
+    keys, pairs = tile(stages, CHUNK, shape.key_dim), tile(stages, CHUNK, CHUNK)
+    values = tile(stages, plan.columns, CHUNK, WIDTH)
+    scores = pairs if shape.vector_gate and not plan.map_dim else None
     if plan.score_tiles:
-        buffers |= {"scores": tile(plan.side_by_side * plan.score_tiles, CHUNK, CHUNK)}
-    buffers |= dict.fromkeys(plan.pair_tiles, tile(stages, CHUNK, CHUNK))
-    sizes = dict.fromkeys(plan.vectors, CHUNK)
-    if plan.shape.vector_gate:
-        sizes["kept"] = plan.shape.key_dim
-    return buffers | {x: plgpu.SMEM((stages, n), jnp.float32) for x, n in sizes.items()}
+        scores = tile(plan.side_by_side * plan.score_tiles, CHUNK, CHUNK)
+
+    def vector(x: jax.Array | None, size: int = CHUNK) -> Ref:
+        return None if x is None else plgpu.SMEM((stages, size), jnp.float32)
+
+    return Inputs(
+        q=None if plan.map_dim else keys,
+        k=None if shape.vector_gate and not shape.delta else keys,
+        v=None if inputs.v is None else values,
+        do=None if inputs.do is None else values,
+        inverse=pairs if shape.delta else None,
+        beta=vector(inputs.beta),
+        b=vector(inputs.b),
+        b_column=vector(inputs.b_column),
+        decay=vector(inputs.decay),
+        rest=vector(inputs.rest),
+        writes=None if inputs.writes is None else keys,
+        scores=scores,
+        kept=vector(inputs.kept, shape.key_dim),
+    )
 
 
-def _seat(plan: Plan):
+def _loads(inputs: Inputs, stages: Inputs) -> tuple[list[tuple[Ref, Ref]], list[tuple[Ref, Ref]]]:
+    """Pairs of what is loaded and its tiles: those of tokens, and those of chunks."""
+
+    def both(x: tuple[Ref, ...], y: tuple[Ref, ...]) -> list[tuple[Ref, Ref]]:
+        pairs = zip(x, y, strict=True)
+        return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+    of_chunks = both(inputs.of_chunks, stages.of_chunks)
+    return both(inputs.of_tokens, stages.of_tokens), of_chunks
+
+
+def _seat(plan: Plan) -> Index:
     """Return the place of this warpgroup's item in its thread block.
 
     Recomputed wherever it is needed, see `lanes.zero`.
@@ -224,73 +287,75 @@ def _seat(plan: Plan):
     return lax.rem(lax.axis_index("role"), plan.side_by_side)
 
 
-def _item(plan: Plan):
+def _item(plan: Plan) -> Index:
     return lax.axis_index("program") * plan.side_by_side + _seat(plan)
 
 
-def _place(plan: Plan) -> tuple:
+def _place(plan: Plan) -> tuple[Index, Index, Index]:
     """Batch, head and first columns of V of this warpgroup's item."""
     head, part = lax.div(_item(plan), plan.slices), lax.rem(_item(plan), plan.slices)
     return lax.div(head, plan.shape.heads), lax.rem(head, plan.shape.heads), part * plan.columns
 
 
-def _column(plan: Plan):
+def _column(plan: Plan) -> Index:
     """Return the place of this warpgroup's columns of V among those of its item."""
     return lax.rem(lax.axis_index("role"), plan.columns)
 
 
-def plane(plan: Plan):
+def plane(plan: Plan) -> Index:
     """Return the place of this warpgroup's columns of V among those of its head."""
     return _place(plan)[2] + _column(plan)
 
 
-def _stage(plan: Plan, i):
+def _stage(plan: Plan, i: Index) -> Index:
     """Return the pipeline stage of the i-th chunk of this warpgroup's item."""
     return _seat(plan) * plan.stages + lax.rem(i, plan.stages)
 
 
-def _score_tile(plan: Plan, i):
+def _score_tile(plan: Plan, i: Index) -> Index:
     return _seat(plan) * plan.score_tiles + lax.rem(i, plan.score_tiles)
 
 
-def _load(plan: Plan, values: str, refs, buffers, loaded, i) -> None:
+def _load(plan: Plan, refs: Inputs, stages: Inputs, loaded: Ref, i: Index) -> None:
     """Issue the loads of the i-th chunk."""
     batch, head, first = _place(plan)
     stage = _stage(plan, i)
     chunk = plan.shape.chunks - 1 - i if plan.reverse else i
 
-    def copy(name, *index, part=()):
-        target = buffers[name].at[(stage, *part)]
-        plgpu.copy_gmem_to_smem(refs[name].at[index], target, loaded.at[stage])
+    def copy(source: Ref, tile: Ref, *index: Any, part: tuple[int, ...] = ()) -> None:
+        target = tile.at[(stage, *part)]
+        plgpu.copy_gmem_to_smem(source.at[index], target, loaded.at[stage])
 
     tokens = pl.ds(chunk * CHUNK, CHUNK)
-    for name in plan.key_tiles:
-        copy(name, batch, tokens, lax.div(head, plan.group))
+    of_tokens, of_chunks = _loads(refs, stages)
+    for source, tile in of_tokens:
+        copy(source, tile, batch, tokens, lax.div(head, plan.group))
     for j in range(plan.columns):
         # A map has no values; it loads some and drops them.
         start = lax.rem((first + j) * WIDTH, plan.shape.value_dim)
-        copy(values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
-    for name in plan.pair_tiles + plan.vectors:
-        copy(name, batch, chunk, head)
+        copy(refs.values, stages.values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
+    for source, tile in of_chunks:
+        copy(source, tile, batch, chunk, head)
 
 
-def _serve(plan: Plan, load, buffers, barriers):
+def _serve(
+    plan: Plan, load: Callable[[Index], None], stages: Inputs, loaded: Ref, ready: Ref, freed: Ref
+) -> None:
     """Produce: load every chunk and compute its scores."""
-    loaded, ready, freed = barriers
     ahead = plan.stages - 1
 
-    def pair(i):
+    def pair(i: Index) -> None:
         stage = _stage(plan, i)
         plgpu.barrier_wait(loaded.at[stage])
-        tile = {x: buffers[x].at[stage] for x in (*plan.key_tiles, *plan.vectors)}
-        scores = pairs.scores(plan.shape, tile, interpret=plan.interpret)
-        scores = scores.astype(plan.shape.dtype)
+        operands = (stages.q, stages.k, stages.b, stages.b_column)
+        tiles = launches.at(operands, lambda: stage)
+        scores = pairs.scores(*tiles, interpret=plan.interpret).astype(plan.shape.dtype)
         at = _score_tile(plan, i)
-        buffers["scores"].at[at][...] = scores
+        stages.scores.at[at][...] = scores
         plgpu.commit_smem()
         plgpu.barrier_arrive(ready.at[at])
 
-    def step(i, _):
+    def step(i: Index, _: None) -> None:
         # With two tiles the scores are ready before their chunk begins.
         if plan.score_tiles == 2:
             pair(i)
@@ -307,99 +372,107 @@ def _serve(plan: Plan, load, buffers, barriers):
     plgpu.barrier_wait(freed.at[_stage(plan, last)])
 
 
-def _body(plan: Plan, walk, values: str, names, *args):
-    *refs, buffers, loaded, ready, freed, end = args
-    refs = dict(zip(names, refs, strict=True))
+def _body(
+    plan: Plan,
+    walk: Walk,
+    refs: Inputs,
+    out: Any,
+    own_tiles: Own,
+    stages: Inputs,
+    loaded: Ref,
+    ready: Ref,
+    freed: Ref,
+    end: Ref,
+) -> None:
     role, computing = lax.axis_index("role"), plan.side_by_side * plan.columns
     # The last thread block may have one item fewer.
     present = _item(plan) < plan.items if plan.items % plan.side_by_side else True
-    load = functools.partial(_load, plan, values, refs, buffers["stages"], loaded)
+    load = functools.partial(_load, plan, refs, stages, loaded)
 
     @pl.when(role < computing)
-    def _():
+    def _() -> None:
         plgpu.set_max_registers(plan.registers[0], action="increase")
 
-        def wait(i):
+        def wait(i: Index) -> tuple[Inputs, Own]:
             stage = _stage(plan, i)
             plgpu.barrier_wait(loaded.at[stage])
-            computed = ("scores",) if plan.score_tiles else ()
-            tile = {x: r.at[stage] for x, r in buffers["stages"].items() if x not in computed}
+            tile = launches.at(stages._replace(v=None, do=None), lambda: stage)
             if plan.score_tiles:
-                tile["scores"] = buffers["stages"]["scores"].at[_score_tile(plan, i)]
-            tile[values] = buffers["stages"][values].at[stage, _column(plan)]
-            return tile | own()
+                tile = tile._replace(scores=stages.scores.at[_score_tile(plan, i)])
+            values = stages.values.at[stage, _column(plan)]
+            field = "do" if stages.v is None else "v"
+            return tile._replace(**{field: values}), own()
 
-        def own():
+        def own() -> Own:
             # Recomputed wherever they are needed, see `lanes.zero`.
-            return {x: ref.at[lax.axis_index("role")] for x, ref in buffers["own"].items()}
+            return launches.at(own_tiles, lambda: lax.axis_index("role"))
 
-        def wait_scores(i):
+        def wait_scores(i: Index) -> None:
             if plan.score_tiles:
                 plgpu.barrier_wait(ready.at[_score_tile(plan, i)])
 
-        def free(i):
+        def free(i: Index) -> None:
             plgpu.barrier_arrive(freed.at[_stage(plan, i)])
 
         @pl.when(present)
-        def _():
+        def _() -> None:
             batch, head, _ = _place(plan)
-            columns = pl.ds(plane(plan) * WIDTH, WIDTH)
-            walk(plan, refs, own, Turns(wait, wait_scores, free), batch, head, columns)
+            place = Place(batch, head, pl.ds(plane(plan) * WIDTH, WIDTH))
+            walk(plan, refs, out, own, Turns(wait, wait_scores, free), place)
 
         plgpu.barrier_arrive(end)
 
     @pl.when(role >= computing)
-    def _():
+    def _() -> None:
         plgpu.set_max_registers(plan.registers[1], action="decrease")
-        pl.when(present)(lambda: _serve(plan, load, buffers["stages"], (loaded, ready, freed)))
+        pl.when(present)(lambda: _serve(plan, load, stages, loaded, ready, freed))
         # Producers stay: a warpgroup that leaves while another still multiplies faults.
         plgpu.barrier_wait(end)
 
 
 def launch(
-    name: str, plan: Plan, walk, inputs: dict, outputs: dict, own: dict,
-    *, values: str, barriers: bool = True, interpret,
-):  # fmt: skip
+    name: str,
+    plan: Plan,
+    walk: Walk,
+    inputs: Inputs,
+    outputs: Results,
+    own: Own,
+    *,
+    automatic_barriers: bool,
+    interpret: object,
+) -> Results:
     """Run `walk` in every consumer warpgroup.
 
     Args:
         name: Name of the kernel in profiles.
         plan: The launch.
-        walk: `(plan, refs, own, turns, batch, head, columns)`, where `own` returns the tiles of
-            that name, and chunks are counted in the order of the walk.
-        inputs: Arrays by name; `q`, `k`, the values, the inverse and the vectors are loaded.
-        outputs: Shapes by name.
-        own: Scratch of each consumer warpgroup: shapes of tiles by name.
-        values: The input `[B, T, HV, V]` whose columns are shared out.
-        barriers: Whether the compiler orders the accesses to shared memory of a warpgroup; it
-            puts a barrier around each.
+        walk: `(plan, refs, out, own, turns, place)`, where `own` returns the tiles of that name,
+            and chunks are counted in the order of the walk.
+        inputs: Arrays; all but the state are loaded.
+        outputs: Record of the types of the results.
+        own: Types of the tiles of all consumer warpgroups, by `own_tile`.
+        automatic_barriers: As in `launches.launch`.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        Arrays by the names of `outputs`.
+        The results, in the record of `outputs`.
     """
-    names = (*inputs, *outputs)
     computing, items = plan.side_by_side * plan.columns, plan.side_by_side
-    tile = functools.partial(smem.tile, computing, dtype=plan.shape.dtype)
-    buffers = {"stages": _stages(plan, values), "own": {x: tile(*s) for x, s in own.items()}}
-    copies = len(plan.key_tiles + plan.pair_tiles + plan.vectors) + plan.columns
-    kernel = plgpu.kernel(
-        launches.named(name, functools.partial(_body, plan, walk, values, names)),
-        out_type=tuple(outputs.values()),
-        scratch_types=(
-            buffers,
-            plgpu.Barrier(num_arrivals=copies, num_barriers=items * plan.stages),
-            plgpu.Barrier(num_barriers=items * (plan.score_tiles or 1)),
-            plgpu.Barrier(num_arrivals=plan.columns, num_barriers=items * plan.stages),
-            plgpu.Barrier(num_arrivals=computing),
-        ),
-        grid=(-(-plan.items // items),),
-        grid_names=("program",),
-        num_threads=computing + items,
-        thread_name="role",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=not barriers
-        ),
+    stages = _stages(plan, inputs)
+    copies = sum(map(len, _loads(inputs, stages))) + plan.columns
+    return launches.launch(
+        name,
+        functools.partial(_body, plan, walk),
+        inputs,
+        outputs,
+        own,
+        stages,
+        plgpu.Barrier(num_arrivals=copies, num_barriers=items * plan.stages),
+        plgpu.Barrier(num_barriers=items * (plan.score_tiles or 1)),
+        plgpu.Barrier(num_arrivals=plan.columns, num_barriers=items * plan.stages),
+        plgpu.Barrier(num_arrivals=computing),
+        programs=-(-plan.items // items),
+        warpgroups=computing + items,
+        automatic_barriers=automatic_barriers,
         interpret=interpret,
     )
-    return dict(zip(outputs, kernel(*inputs.values()), strict=True))

@@ -11,6 +11,9 @@ each of them is the left operand of the next product straight from registers, an
 warpgroup never wait for one another between the loads and the stores of a chunk.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,143 +22,165 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import program, run_states_fused
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
-from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Inputs, Own, Place, Plan, Turns
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
-__all__ = ["run_states", "state_maps"]
+__all__ = ["States", "run_states", "state_maps"]
 
 SHAPE = (WIDTH, CHUNK)  # of everything that has a row for each column of V
 
 
-def _over_tokens(tile, name: str) -> jax.Array:
+class States(NamedTuple):
+    """Results of `run_states`; `state_maps` has the final state alone."""
+
+    o: Ref = None  # [B, T, HV, V]
+    final: Ref = None  # [B, HV, K, V] float32
+    states: Ref = None  # entering every `state_planes.stride`-th chunk, [B, N', HV, K, V]
+    u: Ref = None  # [B, T, HV, V]; with the delta rule
+
+
+def _over_tokens(vector: Ref) -> jax.Array:
     """A vector of the chunk, at every column of V."""
-    return smem.over_columns(smem.column(tile[name]), SHAPE)
+    return smem.over_columns(smem.column(vector), SHAPE)
 
 
-def _values(plan: Plan, tile, place) -> jax.Array:
-    values = smem.load_transposed(tile["v"], interpret=plan.interpret)
+def _values(plan: Plan, v: Ref, place: Place) -> jax.Array:
+    values = smem.load_transposed(v, interpret=plan.interpret)
     if plan.map_dim:
         # Of the columns that carry the map, the values are zero.
-        values *= jnp.where(place[2].start < plan.shape.value_dim, 1.0, 0.0)
+        values *= jnp.where(place.columns.start < plan.shape.value_dim, 1.0, 0.0)
     return values
 
 
-def _read(plan: Plan, tile, state, names) -> dict[str, jax.Array]:
-    """`exp(b) S^T x^T` of the keys and of the queries; both read one 16-bit copy of a block."""
-    if not names:
-        return {}
-    total = [jnp.zeros(SHAPE, jnp.float32) for _ in names]
+def _read(plan: Plan, decay: Ref, state: list[jax.Array], *tiles: Ref) -> list[jax.Array]:
+    """`exp(b) S^T x^T` of the keys or queries; all of them read one 16-bit copy of a block."""
+    if not tiles:
+        return []
+    total = [jnp.zeros(SHAPE, jnp.float32) for _ in tiles]
     for block, keys in zip(state, plan.key_blocks, strict=True):
         low = block.astype(plan.shape.dtype)
-        pairs = [[(low, smem.transposed(tile[x].at[:, keys]))] for x in names]
+        pairs = [[(low, smem.transposed(x.at[:, keys]))] for x in tiles]
         total = mma.accumulate(*zip(total, pairs, strict=True), interpret=plan.interpret)
     if plan.shape.scalar_gate:
-        total = [x * _over_tokens(tile, "decay") for x in total]
-    return dict(zip(names, total, strict=True))
+        total = [x * _over_tokens(decay) for x in total]
+    return total
 
 
-def _times_inverse(plan: Plan, tile, error: jax.Array) -> list:
+def _times_inverse(
+    plan: Plan, inverse: Ref | tuple[Ref, Ref], error: jax.Array
+) -> list[tuple[jax.Array, Ref]]:
     """List the products of `error T^T`; `T` is one tile, or two of half of its columns each."""
     if plan.precise:
         parts = lanes.halves(error, interpret=plan.interpret)
-        return [(part, smem.transposed(tile["inverse"])) for part in parts]
+        return [(part, smem.transposed(inverse)) for part in parts]
     error = error.astype(plan.shape.dtype)
-    if not isinstance(tile["inverse"], tuple):
-        return [(error, smem.transposed(tile["inverse"]))]
+    if not isinstance(inverse, tuple):
+        return [(error, smem.transposed(inverse))]
     middle = CHUNK // 2
     parts = error[:, :middle], error[:, middle:]
-    halves = (smem.transposed(half) for half in tile["inverse"])
-    return list(zip(parts, halves, strict=True))
+    return list(zip(parts, map(smem.transposed, inverse), strict=True))
 
 
-def _chunk(plan: Plan, tile, turns, chunk, place, state):
+def _chunk(
+    plan: Plan,
+    tile: Inputs,
+    own: Own,
+    turns: Turns,
+    chunk: Index,
+    place: Place,
+    state: list[jax.Array],
+) -> tuple[list[jax.Array], jax.Array | None]:
     """Walk one chunk; return the state after it, and `o^T` over `scale`."""
     # At K = 64, where two programs share a multiprocessor, registers hold one reading at a time.
     early = plan.shape.key_dim > 64 and not plan.only_state
-    read = _read(plan, tile, state, ("k",) * plan.shape.delta + ("q",) * early)
-    write = u = _values(plan, tile, place)
+    reads = [tile.k] * plan.shape.delta + [tile.q] * early
+    read = _read(plan, tile.decay, state, *reads)
+    write = u = _values(plan, tile.v, place)
     if plan.shape.delta:
-        error = u - read["k"]
+        error = u - read.pop(0)
         turns.wait_inverse(chunk)
-        u = mma.product(SHAPE, *_times_inverse(plan, tile, error), interpret=plan.interpret)
+        products = _times_inverse(plan, tile.inverse, error)
+        u = mma.product(SHAPE, *products, interpret=plan.interpret)
         if early:
             turns.free_inverse(chunk)
-        write = u * _over_tokens(tile, "beta")
+        write = u * _over_tokens(tile.beta)
     steps = []
     if not plan.only_state:
         # The stores of the chunk before have read their tiles.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         turns.stored(chunk)
         if plan.save and plan.shape.delta:
-            _keep(plan, tile["u"], u)
+            _keep(plan, own.u, u)
         if not early:
-            read |= _read(plan, tile, state, ("q",))
+            read = _read(plan, tile.decay, state, tile.q)
             turns.free_inverse(chunk)
         turns.wait_scores(chunk)
-        pair = write.astype(plan.shape.dtype), smem.transposed(tile["scores"])
-        steps = [(read["q"], [pair])]
+        pair = write.astype(plan.shape.dtype), smem.transposed(tile.scores)
+        steps = [(*read, [pair])]
     if plan.shape.scalar_gate:
-        write *= _over_tokens(tile, "rest")
+        write *= _over_tokens(tile.rest)
     state = _decayed(plan, tile, state)
     added = write.astype(plan.shape.dtype)
     for block, keys in zip(state, plan.key_blocks, strict=True):
-        steps += [(block, [(added, tile[plan.writes].at[:, keys])])]
+        steps += [(block, [(added, tile.writing.at[:, keys])])]
     done = mma.accumulate(*steps, interpret=plan.interpret)
     turns.free(chunk)
     return done[-len(state) :], None if plan.only_state else done[0]
 
 
-def _decayed(plan: Plan, tile, state: list) -> list:
+def _decayed(plan: Plan, tile: Inputs, state: list[jax.Array]) -> list[jax.Array]:
     """Multiply the blocks of the state by the decay over the chunk."""
     if plan.shape.vector_gate:
-        kept = [smem.column(tile["kept"].at[keys]) for keys in plan.key_blocks]
+        kept = [smem.column(tile.kept.at[keys]) for keys in plan.key_blocks]
         return [x * smem.over_columns(y, x.shape) for x, y in zip(state, kept, strict=True)]
     if plan.shape.scalar_gate:
-        kept = tile["decay"][CHUNK - 1]
-        return [x * kept for x in state]
+        total = tile.decay[CHUNK - 1]
+        return [x * total for x in state]
     return state
 
 
-def _keep(plan: Plan, tile, x: jax.Array) -> None:
+def _keep(plan: Plan, tile: Ref, x: jax.Array) -> None:
     smem.store_transposed(tile, x.astype(plan.shape.dtype), interpret=plan.interpret)
 
 
-def _walk(plan: Plan, refs, own, turns, batch, head, columns):
+def _walk(
+    plan: Plan, refs: Inputs, out: States, own: Callable[[], Own], turns: Turns, place: Place
+) -> None:
     """Walk the chunks of one warpgroup's columns."""
-    place = batch, head, columns
+    batch, head, columns = place
 
-    def keep_state(state):
+    def keep_state(state: list[jax.Array]) -> None:
         for block, keys in zip(state, plan.key_blocks, strict=True):
-            _keep(plan, own()["state"].at[keys], block)
+            _keep(plan, own().state.at[keys], block)
 
-    def save_state(chunk):
-        target = refs["states"].at[batch, lax.div(chunk, plan.stride), head, :, columns]
-        plgpu.copy_smem_to_gmem(own()["state"], target)
+    def save_state(chunk: Index) -> None:
+        target = out.states.at[batch, lax.div(chunk, plan.stride), head, :, columns]
+        plgpu.copy_smem_to_gmem(own().state, target)
 
-    def step(chunk, state):
-        tile = turns.wait(chunk)
-        state, o = _chunk(plan, tile, turns, chunk, place, list(state))
-        if plan.only_state:
+    def step(chunk: Index, state: list[jax.Array]) -> list[jax.Array]:
+        tile, tiles = turns.wait(chunk)
+        state, o = _chunk(plan, tile, tiles, turns, chunk, place, list(state))
+        if o is None:
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)
-        _keep(plan, tile["o"], o * plan.scale)
+        _keep(plan, tiles.o, o * plan.scale)
         kept = jnp.logical_and(chunk + 1 < plan.shape.chunks, lax.rem(chunk + 1, plan.stride) == 0)
         if plan.save:
             pl.when(kept)(lambda: keep_state(state))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile["o"], refs["o"].at[tokens])
+        plgpu.copy_smem_to_gmem(tiles.o, out.o.at[tokens])
         if plan.save:
             pl.when(kept)(lambda: save_state(chunk + 1))
             if plan.shape.delta:
-                plgpu.copy_smem_to_gmem(tile["u"], refs["u"].at[tokens])
+                plgpu.copy_smem_to_gmem(tiles.u, out.u.at[tokens])
         return state
 
     places = [(batch, head, keys, columns) for keys in plan.key_blocks]
-    if "start" in refs:
+    if refs.state is not None:
         # That of a map is the same for every head.
-        starts = [place[2:] for place in places] if plan.map_dim else places
-        start = [refs["start"].at[place] for place in starts]
-        state = [smem.load_f32_transposed(x, interpret=plan.interpret) for x in start]
+        starts = [refs.state.at[at[2:] if plan.map_dim else at] for at in places]
+        state = [smem.load_f32_transposed(x, interpret=plan.interpret) for x in starts]
     else:
         state = [smem.zeros((WIDTH, keys.size)) for keys in plan.key_blocks]
     if plan.save:
@@ -164,80 +189,71 @@ def _walk(plan: Plan, refs, own, turns, batch, head, columns):
         save_state(0)
     state = lax.fori_loop(0, plan.shape.chunks, step, state)
     for at, block in zip(places, state, strict=True):
-        smem.store_f32_transposed(refs["final"].at[at], block, interpret=plan.interpret)
+        smem.store_f32_transposed(out.final.at[at], block, interpret=plan.interpret)
     plgpu.wait_smem_to_gmem(0)
 
 
 def run_states(
-    shape: Shape, q, k, v, inverse, state, *,
-    beta, b, exponentials, channels=None, scale, save, interpret=None,
-):  # fmt: skip
+    shape: Shape,
+    inputs: Inputs,
+    v: jax.Array,
+    state: jax.Array | None,
+    *,
+    scale: float,
+    save: bool,
+    interpret: object = None,
+) -> States:
     """Compute outputs, the final state and the residuals.
 
     Args:
         shape: Sizes and variant of the call.
-        q: `[B, T, H, K]` with T a multiple of 64.
-        k: The same shape.
-        v: `[B, T, HV, V]`.
-        inverse: `[B, N, HV, C, C]`; `None` without the delta rule, and where
+        inputs: Keys, queries, gates and inverses; with the delta rule the inverse is `None` where
             `run_states_fused.covers`.
+        v: `[B, T, HV, V]` with T a multiple of 64.
         state: The initial state, `[B, HV, K, V]` float32, or `None` for zeros.
-        beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay of a scalar gate, `[B, N, HV, C]` float32, or `None`.
-        exponentials: `decay` and `rest` of `gate_vectors` by name; with `b`.
-        channels: With a vector gate, `writes`, `scores` and `kept` of `decayed_chunks`;
-            `q` and `k` then are its `queries` and `keys`.
         scale: Factor on `q`.
         save: Whether to return `states` and `u`.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
-        A dictionary: `o` `[B, T, HV, V]`, `final` `[B, HV, K, V]` float32 and, if saved, the
-        `states` entering every `state_planes.stride`-th chunk `[B, N', HV, K, V]` and (delta rule)
-        `u` `[B, T, HV, V]`.
+        The results.
     """
-    vectors = program.vectors_of(beta, b, exponentials)
     plan = Plan(shape=shape, scale=float(scale), save=save, interpret=interpret is not None)
-    own = {"o": SHAPE}
-    array = jax.ShapeDtypeStruct
-    state_shape = (shape.heads, shape.key_dim, shape.value_dim)
-    outputs = {"o": array(v.shape, v.dtype)}
-    outputs |= {"final": array((shape.batch, *state_shape), jnp.float32)}
-    if save:
-        runs = -(-shape.chunks // plan.stride)
-        outputs |= {"states": array((shape.batch, runs, *state_shape), v.dtype)}
-        own |= {"state": (shape.key_dim, WIDTH)}
-        if shape.delta:
-            own |= {"u": SHAPE}
-            outputs |= {"u": array(v.shape, v.dtype)}
-    inputs = {"v": v} | program.inputs_of(q, k, inverse, vectors, channels)
-    if state is not None:
-        inputs |= {"start": state}
-    if shape.delta and inverse is None:
+    inputs = inputs._replace(v=v, b_column=inputs.b, state=state)
+    corrected = save and shape.delta
+    array, square = jax.ShapeDtypeStruct, (shape.heads, shape.key_dim, shape.value_dim)
+    values = array(v.shape, v.dtype)
+    runs = -(-shape.chunks // plan.stride)
+    outputs = States(
+        o=values,
+        final=array((shape.batch, *square), jnp.float32),
+        states=array((shape.batch, runs, *square), v.dtype) if save else None,
+        u=values if corrected else None,
+    )
+    if shape.delta and inputs.inverse is None:
         return run_states_fused.launch(
             "run_states", plan, _walk, inputs, outputs, interpret=interpret
         )
+    own = Own(
+        o=plan.own_tile(*SHAPE),
+        state=plan.own_tile(shape.key_dim, WIDTH) if save else None,
+        u=plan.own_tile(*SHAPE) if corrected else None,
+    )
     return program.launch(
         "run_states", plan, _walk, inputs, outputs, own,
-        values="v", barriers=False, interpret=interpret,
+        automatic_barriers=False, interpret=interpret,
     )  # fmt: skip
 
 
 def state_maps(
-    shape: Shape, k, v, inverse, *, beta, b, exponentials, channels=None, interpret=None
-):
+    shape: Shape, inputs: Inputs, v: jax.Array, *, interpret: object = None
+) -> tuple[jax.Array, jax.Array]:
     """The affine map of the state over all of `T`: `S_T = M S_0 + R`.
 
     Args:
         shape: Sizes and variant of the call.
-        k: `[B, T, H, K]` with T a multiple of 64.
-        v: `[B, T, HV, V]`.
-        inverse: `[B, N, HV, C, C]`, or `None` without the delta rule.
-        beta: `[B, N, HV, C]` float32, or `None` without the delta rule.
-        b: In-chunk cumulative log-decay of a scalar gate, `[B, N, HV, C]` float32, or `None`.
-        exponentials: `decay` and `rest` of `gate_vectors` by name; with `b`.
-        channels: With a vector gate, `writes`, `scores` and `kept` of `decayed_chunks`;
-            `q` and `k` then are its `queries` and `keys`.
+        inputs: Keys, gates and inverses.
+        v: `[B, T, HV, V]` with T a multiple of 64.
         interpret: Interpreter parameters, or `None` for the device.
 
     Returns:
@@ -245,15 +261,13 @@ def state_maps(
         reads them there without a copy. Both float32.
     """
     key_dim, value_dim = shape.key_dim, shape.value_dim
-    vectors = program.vectors_of(beta, b, exponentials)
     plan = Plan(shape=shape, map_dim=key_dim, only_state=True, interpret=interpret is not None)
     # R from a state of zeros, M as what becomes of the unit vectors when nothing is written.
     start = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=jnp.float32)
-    inputs = {"v": v, "start": start} | program.inputs_of(None, k, inverse, vectors, channels)
-    own = {}
-    outputs = {"final": jax.ShapeDtypeStruct((shape.batch, shape.heads, *start.shape), jnp.float32)}
+    final = jax.ShapeDtypeStruct((shape.batch, shape.heads, *start.shape), jnp.float32)
+    inputs = inputs._replace(v=v, q=None, b_column=inputs.b, state=start)
     final = program.launch(
-        "state_maps", plan, _walk, inputs, outputs, own,
-        values="v", barriers=False, interpret=interpret,
-    )["final"]  # fmt: skip
+        "state_maps", plan, _walk, inputs, States(final=final), Own(),
+        automatic_barriers=False, interpret=interpret,
+    ).final  # fmt: skip
     return final[..., value_dim:], final

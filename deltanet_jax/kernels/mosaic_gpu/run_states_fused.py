@@ -14,7 +14,9 @@ been stored.
 """
 
 import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -22,7 +24,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import chunk_inverses, pairs
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
-from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Plan, Turns, are_few, fill_rounds
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.program import (
+    WIDTH,
+    Inputs,
+    Own,
+    Place,
+    Plan,
+    Results,
+    Turns,
+    Walk,
+    are_few,
+    fill_rounds,
+)
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["covers", "launch"]
@@ -54,139 +68,168 @@ def _heads(plan: Plan) -> int:
     return SERVERS // plan.columns
 
 
-def _place(plan: Plan, number) -> tuple:
+class Barriers(NamedTuple):
+    """Loads signal `k`, `q` and `v`; producers `ready`; consumers the others."""
+
+    applied: Ref
+    end: Ref
+    freed: Ref
+    k: Ref
+    q: Ref
+    ready: Ref
+    v: Ref
+
+
+def _place(plan: Plan, number: Index) -> tuple[Index, Index]:
     """Batch and head of a chunk, or of a warpgroup of those that have a head each."""
     heads = _heads(plan)
     head = lax.axis_index("program") * heads + lax.rem(number, heads)
     return lax.div(head, plan.shape.heads), lax.rem(head, plan.shape.heads)
 
 
-def _buffers(plan: Plan) -> dict:
+def _stages(plan: Plan, inputs: Inputs) -> Inputs:
+    """Return the types of the tiles of all stages."""
     tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
-    buffers = {
-        "k": tile(KEYS, CHUNK, plan.shape.key_dim),
-        "q": tile(SERVERS, CHUNK, plan.shape.key_dim),
-    }
-    buffers |= {"v": tile(VALUES, SERVERS, CHUNK, WIDTH)}
-    buffers |= {"scores": tile(SERVERS, CHUNK, CHUNK)}
-    buffers |= dict.fromkeys(plan.vectors, plgpu.SMEM((KEYS, CHUNK), jnp.float32))
-    return buffers | {"inverse": chunk_inverses.inverse_buffers(plan.shape.dtype, SERVERS)}
+
+    def vector(x: jax.Array | None) -> Ref:
+        return None if x is None else plgpu.SMEM((KEYS, CHUNK), jnp.float32)
+
+    return Inputs(
+        v=tile(VALUES, SERVERS, CHUNK, WIDTH),
+        q=tile(SERVERS, CHUNK, plan.shape.key_dim),
+        k=tile(KEYS, CHUNK, plan.shape.key_dim),
+        inverse=chunk_inverses.inverse_tiles(plan.shape.dtype, SERVERS),
+        beta=vector(inputs.beta),
+        b=vector(inputs.b),
+        b_column=vector(inputs.b_column),
+        decay=vector(inputs.decay),
+        rest=vector(inputs.rest),
+        scores=tile(SERVERS, CHUNK, CHUNK),
+    )
 
 
-def _barriers(plan: Plan) -> dict:
-    """Loads signal `k`, `q`, `v`; producers `ready`; consumers the others."""
+def _vectors(x: Inputs) -> Inputs:
+    """The vectors of a chunk alone."""
+    return Inputs(beta=x.beta, b=x.b, b_column=x.b_column, decay=x.decay, rest=x.rest)
+
+
+def _barriers(plan: Plan, vectors: int) -> Barriers:
     every = functools.partial(plgpu.Barrier, num_arrivals=plan.columns)
-    return {
-        "k": plgpu.Barrier(num_arrivals=1 + len(plan.vectors), num_barriers=KEYS),
-        "q": plgpu.Barrier(num_barriers=SERVERS),
-        "v": plgpu.Barrier(num_barriers=SERVERS * VALUES),
-        "ready": plgpu.Barrier(num_barriers=SERVERS),
-        "applied": every(num_barriers=SERVERS),
-        "freed": every(num_barriers=SERVERS),
-        "end": plgpu.Barrier(num_arrivals=SERVERS),
-    }
+    return Barriers(
+        applied=every(num_barriers=SERVERS),
+        end=plgpu.Barrier(num_arrivals=SERVERS),
+        freed=every(num_barriers=SERVERS),
+        k=plgpu.Barrier(num_arrivals=1 + vectors, num_barriers=KEYS),
+        q=plgpu.Barrier(num_barriers=SERVERS),
+        ready=plgpu.Barrier(num_barriers=SERVERS),
+        v=plgpu.Barrier(num_barriers=SERVERS * VALUES),
+    )
 
 
-def _serve(plan: Plan, refs, buffers, barriers, server):
+def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server: Index) -> None:
     """Produce: load `q` and `k` of every other chunk, and prepare its inverse and scores."""
     heads = _heads(plan)
     chunks = plan.shape.chunks * heads
 
-    def load(name, i, stage):
+    def load(source: Ref, tiles: Ref, loaded: Ref, i: Index, stage: Index) -> None:
         batch, head = _place(plan, i)
         tokens = pl.ds(lax.div(i, heads) * CHUNK, CHUNK)
-        source = refs[name].at[batch, tokens, lax.div(head, plan.shape.group)]
-        plgpu.copy_gmem_to_smem(source, buffers[name].at[stage], barriers[name].at[stage])
+        source = source.at[batch, tokens, lax.div(head, plan.shape.group)]
+        plgpu.copy_gmem_to_smem(source, tiles.at[stage], loaded.at[stage])
 
-    def load_keys(i):
+    load_query = functools.partial(load, refs.q, stages.q, barriers.q)
+
+    def load_keys(i: Index) -> None:
         stage = lax.rem(i, KEYS)
-        load("k", i, stage)
+        load(refs.k, stages.k, barriers.k, i, stage)
         batch, head = _place(plan, i)
-        for name in plan.vectors:
-            source = refs[name].at[batch, lax.div(i, heads), head]
-            target = buffers[name].at[stage]
-            plgpu.copy_gmem_to_smem(source, target, barriers["k"].at[stage])
+        for vector, tiles in zip(_vectors(refs), _vectors(stages), strict=True):
+            if vector is not None:
+                source = vector.at[batch, lax.div(i, heads), head]
+                plgpu.copy_gmem_to_smem(source, tiles.at[stage], barriers.k.at[stage])
 
-    def step(turn, _):
+    def step(turn: Index, _: None) -> None:
         # Recomputed: an index known to stay the same would make the compiler hold the
         # addresses in all tiles in registers over the loop, and spill.
         server = lax.axis_index("role") - SERVERS
-        inverse = {name: x.at[server] for name, x in buffers["inverse"].items()}
+        inverse = launches.at(stages.inverse, lambda: server)
         i = SERVERS * turn + server
         stage = lax.rem(i, KEYS)
 
-        plgpu.barrier_wait(barriers["k"].at[stage])
-        tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
-        tile["q"] = buffers["q"].at[server]
+        plgpu.barrier_wait(barriers.k.at[stage])
+        tile = launches.at(_vectors(stages)._replace(k=stages.k), lambda: stage)
+        q = stages.q.at[server]
 
-        def load_queries():
+        def load_queries() -> None:
             @pl.when(turn > 0)
-            def _():
-                plgpu.barrier_wait(barriers["applied"].at[server])
-                load("q", i, server)
+            def _() -> None:
+                plgpu.barrier_wait(barriers.applied.at[server])
+                load_query(i, server)
 
-        def load_following():
+        def load_following() -> None:
             @pl.when(turn > 0)
-            def _():
-                plgpu.barrier_wait(barriers["freed"].at[server])
+            def _() -> None:
+                plgpu.barrier_wait(barriers.freed.at[server])
                 following = i - SERVERS + KEYS
                 pl.when(following < chunks)(lambda: load_keys(following))
 
-        x = chunk_inverses.minus_overlaps(plan.shape, tile, load_queries)
+        x = chunk_inverses.minus_overlaps(tile.k, tile.beta, tile.b, tile.b_column, load_queries)
         chunk_inverses.store_inverse(x, inverse, dtype=plan.shape.dtype, interpret=plan.interpret)
-        plgpu.barrier_wait(barriers["q"].at[server])
-        scores = pairs.decayed(plan.shape, tile, pairs.overlaps(tile, "q", load_following))
+        plgpu.barrier_wait(barriers.q.at[server])
+        scores = pairs.decayed(pairs.overlaps(q, tile.k, load_following), tile.b, tile.b_column)
         scores = lanes.masked(scores, interpret=plan.interpret)
-        buffers["scores"].at[server][...] = scores.astype(plan.shape.dtype)
+        stages.scores.at[server][...] = scores.astype(plan.shape.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(barriers["ready"].at[server])
+        plgpu.barrier_arrive(barriers.ready.at[server])
 
     for i in range(0, KEYS, SERVERS):
-        pl.when(server + i < chunks)(lambda i=i: load_keys(server + i))
-    pl.when(server < chunks)(lambda: load("q", server, server))
+        pl.when(server + i < chunks)(functools.partial(load_keys, server + i))
+    pl.when(server < chunks)(lambda: load_query(server, server))
     turns = lax.div(chunks + SERVERS - 1 - server, SERVERS)
     lax.fori_loop(0, turns, step, None)
 
     @pl.when(turns > 0)
-    def _():
-        plgpu.barrier_wait(barriers["applied"].at[server])
-        plgpu.barrier_wait(barriers["freed"].at[server])
+    def _() -> None:
+        plgpu.barrier_wait(barriers.applied.at[server])
+        plgpu.barrier_wait(barriers.freed.at[server])
 
     # Producers stay: a warpgroup that leaves while another still multiplies faults.
-    plgpu.barrier_wait(barriers["end"])
+    plgpu.barrier_wait(barriers.end)
 
 
-def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
+def _turns(
+    plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, place: Place, role: Index
+) -> Turns:
     """Return the pipeline of one consumer warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
     heads = _heads(plan)
 
-    def number(i):
+    def number(i: Index) -> Index:
         return i * heads + lax.rem(role, heads)
 
-    def values(i):
+    def values(i: Index) -> tuple[Ref, Ref]:
         stage = lax.rem(i, VALUES)
-        return buffers["v"].at[stage, role], barriers["v"].at[role * VALUES + stage]
+        return stages.v.at[stage, role], barriers.v.at[role * VALUES + stage]
 
-    def load(i):
-        source = refs["v"].at[batch, pl.ds(i * CHUNK, CHUNK), head, columns]
+    def load(i: Index) -> None:
+        source = refs.v.at[batch, pl.ds(i * CHUNK, CHUNK), head, columns]
         plgpu.copy_gmem_to_smem(source, *values(i))
 
-    def wait(i):
+    def wait(i: Index) -> tuple[Inputs, Own]:
         stage, server = lax.rem(number(i), KEYS), lax.rem(number(i), SERVERS)
         v, loaded = values(i)
-        plgpu.barrier_wait(barriers["k"].at[stage])
-        plgpu.barrier_wait(barriers["q"].at[server])
+        plgpu.barrier_wait(barriers.k.at[stage])
+        plgpu.barrier_wait(barriers.q.at[server])
         plgpu.barrier_wait(loaded)
-        tile = {name: buffers[name].at[stage] for name in ("k", *plan.vectors)}
-        tile |= {name: buffers[name].at[server] for name in ("q", "scores")}
-        inverse = tuple(buffers["inverse"][side].at[server] for side in chunk_inverses.SIDES)
-        return tile | {"v": v, "o": v, "inverse": inverse}
+        tile = launches.at(_vectors(stages)._replace(k=stages.k), lambda: stage)
+        q, scores = stages.q.at[server], stages.scores.at[server]
+        inverse = stages.inverse.left.at[server], stages.inverse.right.at[server]
+        return tile._replace(v=v, q=q, scores=scores, inverse=inverse), Own(o=v)
 
-    def at(name, i):
-        return barriers[name].at[lax.rem(number(i), SERVERS)]
+    def at(barrier: Ref, i: Index) -> Ref:
+        return barrier.at[lax.rem(number(i), SERVERS)]
 
-    def stored(i):
+    def stored(i: Index) -> None:
         ahead = i + VALUES - 1
         pl.when(jnp.logical_and(i > 0, ahead < plan.shape.chunks))(lambda: load(ahead))
 
@@ -194,46 +237,47 @@ def _turns(plan: Plan, refs, buffers, barriers, place, role) -> Turns:
         load(i)
     return Turns(
         wait,
-        wait_inverse=lambda i: plgpu.barrier_wait(at("ready", i)),
-        free_inverse=lambda i: plgpu.barrier_arrive(at("applied", i)),
+        wait_inverse=lambda i: plgpu.barrier_wait(at(barriers.ready, i)),
+        free_inverse=lambda i: plgpu.barrier_arrive(at(barriers.applied, i)),
         wait_scores=lambda i: None,
-        free=lambda i: plgpu.barrier_arrive(at("freed", i)),
+        free=lambda i: plgpu.barrier_arrive(at(barriers.freed, i)),
         stored=stored,
     )
 
 
-def _body(plan: Plan, walk, names, *args):
-    *refs, buffers, barriers = args
-    refs = dict(zip(names, refs, strict=True))
+def _body(
+    plan: Plan, walk: Walk, refs: Inputs, out: Any, stages: Inputs, barriers: Barriers
+) -> None:
     role, registers = lax.axis_index("role"), REGISTERS[plan.shape.key_dim]
 
     @pl.when(role < SERVERS)
-    def _():
+    def _() -> None:
         plgpu.set_max_registers(registers[0], action="increase")
         batch, head = _place(plan, role)
-        columns = pl.ds(lax.rem(role, plan.columns) * WIDTH, WIDTH)
-        turns = _turns(plan, refs, buffers, barriers, (batch, head, columns), role)
-        walk(plan, refs, dict, turns, batch, head, columns)
-        plgpu.barrier_arrive(barriers["end"])
+        place = Place(batch, head, pl.ds(lax.rem(role, plan.columns) * WIDTH, WIDTH))
+        turns = _turns(plan, refs, stages, barriers, place, role)
+        walk(plan, refs, out, Own, turns, place)
+        plgpu.barrier_arrive(barriers.end)
 
     @pl.when(role >= SERVERS)
-    def _():
+    def _() -> None:
         plgpu.set_max_registers(registers[1], action="decrease")
-        _serve(plan, refs, buffers, barriers, role - SERVERS)
+        _serve(plan, refs, stages, barriers, role - SERVERS)
 
 
-def launch(name: str, plan: Plan, walk, inputs: dict, outputs: dict, *, interpret) -> dict:
+def launch(
+    name: str, plan: Plan, walk: Walk, inputs: Inputs, outputs: Results, *, interpret: object
+) -> Results:
     """Run `walk` as `program.launch` does, on inverses that are computed on the way."""
-    names = (*inputs, *outputs)
-    kernel = plgpu.kernel(
-        launches.named(name, functools.partial(_body, plan, walk, names)),
-        out_type=tuple(outputs.values()),
-        scratch_types=(_buffers(plan), _barriers(plan)),
-        grid=(plan.shape.batch * plan.shape.heads // _heads(plan),),
-        grid_names=("program",),
-        num_threads=2 * SERVERS,
-        thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    vectors = sum(x is not None for x in _vectors(inputs))
+    return launches.launch(
+        name,
+        functools.partial(_body, plan, walk),
+        inputs,
+        outputs,
+        _stages(plan, inputs),
+        _barriers(plan, vectors),
+        programs=plan.shape.batch * plan.shape.heads // _heads(plan),
+        warpgroups=2 * SERVERS,
         interpret=interpret,
     )
-    return dict(zip(outputs, kernel(*inputs.values()), strict=True))

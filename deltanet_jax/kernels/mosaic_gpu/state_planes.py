@@ -8,14 +8,20 @@ V. A plane is an array `[B, T, HV, K]`: at the 64 tokens of a chunk it holds 64 
 The gradients of `q` and `k` can take the place of the first two planes.
 """
 
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, smem
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
-__all__ = ["WIDTH", "dot_rows", "load_planes", "planes_of", "stride"]
+__all__ = ["WIDTH", "count", "dot_rows", "load_planes", "stride"]
 
 WIDTH = CHUNK  # columns of V in a plane, which has a token for each of them
 
@@ -29,22 +35,22 @@ def stride(shape: Shape) -> int:
     return 1 if shape.vector_gate or shape.value_dim > 128 else 2
 
 
-def planes_of(value_dim: int) -> tuple[str, ...]:
-    """Return the names of all planes, in the order of their columns."""
-    return tuple(f"plane{i}" for i in range(value_dim // WIDTH))
+def count(shape: Shape) -> int:
+    """Number of planes."""
+    return shape.value_dim // WIDTH
 
 
-def load_planes(planes, place, target, barrier) -> None:
+def load_planes(planes: Sequence[Ref], place: tuple[Any, ...], target: Ref, barrier: Ref) -> None:
     """Issue the loads of `G^T` from some planes at `place`, one below the other."""
     for i, plane in enumerate(planes):
         rows = pl.ds(i * WIDTH, WIDTH)
         plgpu.copy_gmem_to_smem(plane.at[place], target.at[rows], barrier)
 
 
-def dot_rows(state, cotangent, *, interpret) -> jax.Array:
+def dot_rows(state: Ref, cotangent: Ref, *, interpret: bool) -> jax.Array:
     """`rowsum(S * G)` of the tiles of 64 rows of `S` and of `G^T`; squares keep registers free."""
-    total = 0.0
+    rows = []
     for at in (pl.ds(i, WIDTH) for i in range(0, state.shape[1], WIDTH)):
         square = smem.load_transposed(cotangent.at[at], interpret=interpret)
-        total += (smem.matrix(state.at[:, at]) * square).sum(axis=1)
-    return total
+        rows += [(smem.matrix(state.at[:, at]) * square).sum(axis=1)]
+    return functools.reduce(operator.add, rows, 0.0)

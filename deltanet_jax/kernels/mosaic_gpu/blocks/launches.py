@@ -1,20 +1,30 @@
 """A launch as part of a JAX program: under `vmap`, and inside `shard_map`."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from deltanet_jax import compat
 
-__all__ = ["batched", "named", "overwriting"]
+__all__ = ["Index", "Ref", "at", "batched", "launch", "overwriting", "run_over"]
+
+# Pallas has no public type of references. A field of a record is an array or its type before a
+# launch, a reference to it in the kernel, and an array again in the result; or `None`.
+Ref = Any
+Index = jax.Array | int
+Record = TypeVar("Record")
+Inputs = TypeVar("Inputs")
+Outputs = TypeVar("Outputs")
+Held = TypeVar("Held")
 
 
-def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
+def _named(name: str, body: Callable[..., None]) -> Callable[..., None]:
     """`body` under the name that profiles show for its kernel."""
 
     def kernel(*refs: object) -> None:
@@ -22,6 +32,77 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 
     kernel.__name__ = name
     return kernel
+
+
+def launch(
+    name: str,
+    body: Callable[..., None],
+    inputs: Inputs,
+    outputs: Outputs,
+    *scratch: Any,
+    programs: int,
+    warpgroups: int | None = None,
+    automatic_barriers: bool = False,
+    approximate: bool = True,
+    interpret: object,
+) -> Outputs:
+    """Run a kernel in some thread blocks, numbered along the axis `program`.
+
+    Args:
+        name: Name of the kernel in profiles.
+        body: Work of every warpgroup: `body(inputs, outputs, *scratch)`, in the same records.
+        inputs: Record of arrays.
+        outputs: Record of the types of the results.
+        *scratch: Records of shared memory, and barriers.
+        programs: Number of thread blocks.
+        warpgroups: Warpgroups of a thread block along the axis `role`; `None` for one without it.
+        automatic_barriers: Whether the compiler orders the accesses to shared memory of a
+            warpgroup; it puts a barrier around each.
+        approximate: Whether exponentials and divisions may be approximations.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        The results, in the record of `outputs`.
+    """
+
+    def run(inputs: Inputs, outputs: Outputs, *laid: Any) -> None:
+        body(inputs, outputs, *map(_restored, scratch, laid))
+
+    kernel = plgpu.kernel(
+        _named(name, run),
+        out_type=(outputs,),
+        scratch_types=tuple(map(_laid_out, scratch)),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=warpgroups,
+        thread_name=None if warpgroups is None else "role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approximate, unsafe_no_auto_barriers=not automatic_barriers
+        ),
+        interpret=interpret,
+    )
+    (results,) = kernel(inputs)
+    return results
+
+
+def _laid_out(scratch: Any) -> Any:
+    """The fields of a record of shared memory by name, which is their order in memory."""
+    if not hasattr(scratch, "_asdict"):
+        return scratch
+    return {name: _laid_out(x) for name, x in scratch._asdict().items() if x is not None}
+
+
+def _restored(scratch: Any, laid: Any) -> Any:
+    """Inverse of `_laid_out`, from references in the place of the types of `scratch`."""
+    if not hasattr(scratch, "_asdict"):
+        return laid
+    fields = {name: _restored(getattr(scratch, name), x) for name, x in laid.items()}
+    return scratch._replace(**fields)
+
+
+def at(record: Record, index: Callable[[], Any]) -> Record:
+    """The parts of the references of a record at `index()`, which is called for each of them."""
+    return _restored(record, jax.tree.map(lambda ref: ref.at[index()], _laid_out(record)))
 
 
 def batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,12 +130,55 @@ def batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def overwriting(
-    kernel: Callable[..., Any],
-    inputs: Iterable[jax.Array],
-    held: Iterable[jax.Array],
-    outputs: Iterable[jax.ShapeDtypeStruct],
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Run a `pl.kernel` on `inputs` and then `held`, which it may write over where they lie.
+    name: str,
+    body: Callable[..., None],
+    outputs: Outputs,
+    *scratch: Any,
+    programs: int,
+    warpgroups: int | None = None,
+    automatic_barriers: bool = False,
+    interpret: object,
+) -> Callable[[Any, Any], Outputs]:
+    """Return a kernel that may write over its second argument, where `run_over` calls it.
+
+    Args:
+        name: Name of the kernel in profiles.
+        body: Work of every warpgroup: `body(inputs, held, outputs, *scratch)`.
+        outputs: Record of the types of the results.
+        *scratch: As in `launch`, with the following arguments.
+        programs: Number of thread blocks.
+        warpgroups: Warpgroups of a thread block.
+        automatic_barriers: Whether the compiler orders accesses to shared memory.
+        interpret: Interpreter parameters, or `None` for the device.
+
+    Returns:
+        The kernel, a function of `inputs` and `held`.
+    """
+    threads = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "role"}
+
+    def run(*refs: Any) -> None:
+        def scoped(*laid: Any) -> None:
+            body(*refs, *map(_restored, scratch, laid))
+
+        axes = "role" if warpgroups else ()
+        pl.run_scoped(scoped, *map(_laid_out, scratch), collective_axes=axes)
+
+    kernel = pl.kernel(
+        _named(name, run if scratch else body),
+        out_type=(outputs,),
+        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",), **threads),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not automatic_barriers
+        ),
+        interpret=interpret,
+    )
+    return lambda inputs, held: kernel(inputs, held)[0]
+
+
+def run_over(
+    kernel: Callable[[Any, Any], Outputs], inputs: Any, held: Held, outputs: Outputs
+) -> tuple[Held, Outputs]:
+    """Run a kernel of `overwriting`, which may write over the arrays of `held` where they lie.
 
     Returns:
         `held` afterwards, and the kernel's outputs, whose types are `outputs`.
@@ -62,12 +186,13 @@ def overwriting(
 
     def run(refs: Any) -> None:
         held, results = refs
-        for ref, x in zip(results, kernel(*inputs, *held), strict=True):
+        out = kernel(inputs, held)
+        for ref, x in zip(jax.tree.leaves(results), jax.tree.leaves(out), strict=True):
             ref[...] = x
 
     # What is overwritten entirely is never filled with these zeros.
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in outputs]
-    return pl.run_state(run)((list(held), zeros))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
+    return pl.run_state(run)((held, zeros))
 
 
 # An array without the type that `shard_map` gives it. Pallas (jax 0.11.2) keeps that type on what

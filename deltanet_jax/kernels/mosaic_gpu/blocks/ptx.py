@@ -4,8 +4,10 @@ The vocabulary of code written against the layer below Pallas.
 """
 
 import functools
+from typing import Any
 
 __all__ = [
+    "Value",
     "add",
     "address_of",
     "bits_and",
@@ -28,6 +30,9 @@ __all__ = [
     "times",
     "write",
 ]
+
+
+Value = Any  # of MLIR, whose Python bindings have no public types
 
 
 def read(pointer, first, count: int, after: int = 0) -> list:
