@@ -1,6 +1,7 @@
 """Names that move between JAX releases, in one place."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,7 @@ def _partition(*parts: object) -> PartitionSpec:
     return make(*parts)
 
 
-def enable_x64(enabled: bool = True) -> object:
+def enable_x64(enabled: bool = True) -> AbstractContextManager[None]:
     """Context manager that turns 64-bit types on or off."""
-    return jax.enable_x64(enabled)
+    manager: AbstractContextManager[None] = jax.enable_x64(enabled)
+    return manager

@@ -123,13 +123,15 @@ def chain_pieces(
     )
     tile = smem.tile(STAGES, key_dim, key_dim, dtype=jnp.bfloat16)
     high, low = maps
-    return launches.launch(
+    out: Ref = jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32)
+    entering: jax.Array = launches.launch(
         "chain_pieces",
         functools.partial(_body, plan),
         Inputs(first, high, low, offsets),
-        jax.ShapeDtypeStruct((*offsets.shape[:3], value_dim), jnp.float32),
+        out,
         (tile, tile),
         plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         programs=batch * heads * plan.slices,
         interpret=interpret,
     )
+    return entering

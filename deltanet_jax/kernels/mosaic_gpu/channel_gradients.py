@@ -239,7 +239,7 @@ def _slice(
     def wide(x: jax.Array) -> jax.Array:
         return lanes.widened(x, interpret=plan.interpret)
 
-    blocks = channel_decay.single(jnp.exp(plgpu.load(tiles.g, layout=smem.MATRIX)))
+    blocks = channel_decay.single(jnp.exp(smem.load(tiles.g, smem.MATRIX)))
     q, k = load()
     dq, dk, dg = diagonal * k, diagonal * q, jnp.zeros(KEYS, jnp.float32)
     levels: dict[int, jax.Array] = {}
@@ -264,14 +264,15 @@ def _slice(
             levels[size] = level
         blocks = channel_decay.doubled(blocks, size, up)
     wait_cotangents()
-    dq, dk, d = _ends(plan, tiles, *load(), blocks, dq, dk)
+    q, k = load()
+    dq, dk, d = _ends(plan, tiles, q, k, blocks, dq, dk)
     plgpu.commit_smem()
     load_next()
     for size in reversed(channel_decay.SIZES):
-        level = levels.get(size)
+        share = levels.get(size)
         if size == channel_decay.WITHIN[-1]:
-            level = plgpu.load(tiles.dg, layout=smem.MATRIX)
-        d = channel_decay.transposed(d, size, level, down)
+            share = smem.load(tiles.dg, smem.MATRIX)
+        d = channel_decay.transposed(d, size, share, down)
     return ChannelGradients(dq.astype(plan.shape.dtype), dk.astype(plan.shape.dtype), dg + d.g)
 
 

@@ -128,13 +128,13 @@ def _dot_rows(x: Ref, y: Ref) -> jax.Array:
     """`rowsum(x * y)` of two tiles; small squares keep registers free."""
     parts = [(slice(None), pl.ds(i, CHUNK)) for i in range(0, x.shape[1], CHUNK)]
     products = [(smem.matrix(x.at[at]) * smem.matrix(y.at[at])).sum(axis=1) for at in parts]
-    return functools.reduce(operator.add, products, 0)
+    return functools.reduce(operator.add, products[1:], 0 + products[0])
 
 
 def _pairs(
     plan: Plan, tiles: Scratch, loaded: Loaded, forward: Ref, out: Ref, x: jax.Array, factor: float
-) -> jax.Array | None:
-    """Store `factor * x * beta_j`; return the diagonal of `forward^T x`, with the delta rule."""
+) -> jax.Array:
+    """Store `factor * x * beta_j`; return the diagonal of `forward^T x`, or 0 if none is needed."""
     weighted = x * factor
     if plan.shape.delta:
         weighted *= smem.over_columns(smem.column(tiles.beta_column), SQUARE)
@@ -145,7 +145,7 @@ def _pairs(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tiles.second, out)
     if not plan.shape.delta:
-        return None
+        return jnp.zeros((CHUNK,), jnp.float32)
     plgpu.barrier_wait(loaded.third)
     pair = smem.transposed(tiles.third), tiles.first
     return lanes.diagonal(mma.product(SQUARE, pair), interpret=plan.interpret)
@@ -187,8 +187,7 @@ def _body(
     y = lanes.masked(mma.product(SQUARE, (tiles.do, right)), interpret=plan.interpret)
     scores = refs.scores.at[place] if delta else None
     diagonal = pairs(scores, out.scores.at[place], y, plan.scale)
-    dbeta = jnp.zeros((CHUNK,), jnp.float32)
-    beta = None
+    dbeta = beta = jnp.zeros((CHUNK,), jnp.float32)
     if delta:
         x = mma.product(SQUARE, (tiles.dv, right))
         x = lanes.masked(x, operator.gt, interpret=plan.interpret)

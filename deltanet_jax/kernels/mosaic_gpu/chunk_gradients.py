@@ -224,7 +224,7 @@ def _query_products(
     """`do u^T`, `do S^T` and, with a gate, a product with the trace `<S, G>`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(mma.product, interpret=plan.interpret)
-    y = dq = overlap = None
+    y = dq = overlap = None  # sums over the blocks of V
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(barriers.values)
         y = product(pair, (tiles.do, smem.transposed(tiles.u)), init=y)
@@ -238,6 +238,8 @@ def _query_products(
             _wait_vectors(barriers)
         plgpu.barrier_arrive(barriers.freed_values)
         pl.when(place.last)(lambda: plgpu.barrier_arrive(barriers.freed_state))
+    assert y is not None
+    assert dq is not None
     return y, dq, overlap
 
 
@@ -245,7 +247,7 @@ def _query_step(plan: Plan, out: Results, tiles: Scratch, barriers: Barriers, pl
     """`dq` of one chunk, `Y` for the other warpgroup, and the state of the next chunk."""
     shape = (CHUNK, plan.key_block)
     y, dq, overlap = _query_products(plan, tiles, barriers, place)
-    if plan.shape.scalar_gate:
+    if overlap is not None:
         overlap = lanes.diagonal(overlap, interpret=plan.interpret)
     y = lanes.masked(y * _weights(plan, tiles), interpret=plan.interpret)
     pl.when(place.step > 0)(lambda: plgpu.barrier_wait(barriers.free))
@@ -262,7 +264,7 @@ def _query_step(plan: Plan, out: Results, tiles: Scratch, barriers: Barriers, pl
         plgpu.barrier_wait(barriers.keys)
 
     @_unless(place.last)
-    def _():
+    def _() -> None:
         _next_state(plan, tiles, barriers)
         plgpu.barrier_arrive(barriers.freed_state)
 
@@ -296,7 +298,7 @@ def _key_products(
     """`u G^T` and, with the delta rule, `dv S^T`."""
     shape, pair = (CHUNK, plan.key_block), (CHUNK, CHUNK)
     product = functools.partial(mma.product, interpret=plan.interpret)
-    w = x = r = None
+    w = x = r = None  # sums over the blocks of V
     _wait_vectors(barriers)
     for part in range(plan.value_blocks):
         plgpu.barrier_wait(barriers.values)
@@ -315,6 +317,7 @@ def _key_products(
         w = product(shape, (tiles.u, tiles.dstate), init=w)
         plgpu.barrier_arrive(barriers.freed_values)
         plgpu.barrier_arrive(barriers.freed_state)
+    assert w is not None
     return w, r
 
 
@@ -327,8 +330,8 @@ def _of_tokens(
         weights += [jnp.exp(tiles.b[CHUNK - 1] - smem.row(tiles.b))]
     if weights:
         w *= smem.over_rows(functools.reduce(operator.mul, weights), w.shape)
-    if plan.shape.delta:
-        read = -1 / plan.scale
+    if r is not None:
+        read: float | jax.Array = -1 / plan.scale
         if plan.shape.scalar_gate:
             read = smem.over_rows(read * jnp.exp(smem.row(tiles.b)), r.shape)
         r *= read
@@ -354,7 +357,7 @@ def _key_step(plan: Plan, out: Results, tiles: Scratch, barriers: Barriers, plac
         # At once, and `beta` is loaded again below, as registers are short here.
         tiles.db_write[...] = _dot_rows(keys, w)
     pairs = [(smem.transposed(y), tiles.q) for y in tiles.y]
-    if plan.shape.delta:
+    if r is not None:
         pairs += [(smem.transposed(x), tiles.k) for x in tiles.x]
         r = product(shape, *((x, keys) for x in tiles.x), init=r)
     if not plan.weighs_keys:
@@ -367,7 +370,7 @@ def _key_step(plan: Plan, out: Results, tiles: Scratch, barriers: Barriers, plac
     if plan.shape.scalar_gate:
         db = -write
     vectors = []
-    if plan.shape.delta:
+    if r is not None:
         beta = smem.row(tiles.beta)
         divisor = _divisor(beta)
         dbeta = write / divisor if plan.weighs_pairs else _dot_rows(tiles.k, w)
@@ -376,7 +379,7 @@ def _key_step(plan: Plan, out: Results, tiles: Scratch, barriers: Barriers, plac
     if plan.weighs_keys:
         plgpu.commit_smem()
         free()
-    if plan.shape.delta:
+    if r is not None:
         own = beta / divisor if plan.weighs_pairs else beta
         w = w * smem.over_rows(own, shape) + r
         dbeta *= plan.scale
@@ -419,7 +422,8 @@ def _body(
                 work(tiles, own_barriers, Place(item, turn, step, *ends))
                 return step + 1
 
-            return lax.fori_loop(0, length, chunk, step)
+            after: Index = lax.fori_loop(0, length, chunk, step)
+            return after
 
         lax.fori_loop(0, items, run, jnp.int32(0))
 
@@ -529,6 +533,6 @@ def chunk_gradients(
     out = _launch(plan, inputs, planes, interpret)
     dbeta = out.dbeta.sum(0) if shape.delta else None
     dg = None
-    if out.parts is not None:
+    if out.parts is not None and b is not None:
         dg = gate_vectors.gate_gradient(out.parts, b, scale=plan.scale, interpret=interpret)
     return ChunkGradients(out.dq, out.dk, dbeta, dg)

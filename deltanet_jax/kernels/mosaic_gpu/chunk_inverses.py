@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 HALF = triangular.PAIR
-Pair = tuple[jax.Array | Ref, jax.Array | Ref]  # split, (high, low)
 RESIDENTS = {64: 6, 128: 5, 256: 3}  # programs that share a multiprocessor, by the size of keys
 
 
@@ -92,12 +91,8 @@ class InverseTiles(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory of a thread block: `Inputs` and `InverseTiles`."""
+    """Shared memory of a thread block: `InverseTiles` and `Inputs`."""
 
-    k: Ref
-    beta: Ref
-    b: Ref
-    b_column: Ref
     below_high: Ref
     below_low: Ref
     blocks: Ref
@@ -105,6 +100,10 @@ class Scratch(NamedTuple):
     left: Ref
     low: Ref
     right: Ref
+    k: Ref
+    beta: Ref
+    b: Ref
+    b_column: Ref
 
 
 def inverse_tiles(dtype: jnp.dtype, *count: int) -> InverseTiles:
@@ -122,7 +121,7 @@ def inverse_tiles(dtype: jnp.dtype, *count: int) -> InverseTiles:
     )
 
 
-def _product(x: Pair, y: Pair, *, interpret: bool) -> jax.Array:
+def _product(x: mma.Split, y: mma.Split, *, interpret: bool) -> jax.Array:
     """Multiply two split pairs, `[C, 32]`."""
     return mma.product((CHUNK, HALF), *mma.of_halves(x, y), interpret=interpret)
 
@@ -180,7 +179,7 @@ def minus_overlaps(
 
 def _body(plan: Plan, refs: Inputs, out: Ref, tiles: Scratch, loaded: Ref) -> None:
     own = Inputs(tiles.k, tiles.beta, tiles.b, tiles.b_column)
-    inverse = InverseTiles(*tiles[len(own) :])
+    inverse = InverseTiles(*tiles[: -len(own)])
     program = lax.axis_index("program")
     rounds = lax.div(plan.items - program + plan.programs - 1, plan.programs)
 
@@ -239,13 +238,15 @@ def chunk_inverses(
     vector = plgpu.SMEM((CHUNK,), jnp.float32)
     vectors = [None if x is None else vector for x in inputs[1:]]
     keys = smem.tile(CHUNK, shape.key_dim, dtype=shape.dtype)
-    return launches.launch(
+    out: Ref = jax.ShapeDtypeStruct((*beta.shape, CHUNK), shape.dtype)
+    inverses: jax.Array = launches.launch(
         "chunk_inverses",
         functools.partial(_body, plan),
         inputs,
-        jax.ShapeDtypeStruct((*beta.shape, CHUNK), shape.dtype),
-        Scratch(keys, *vectors, *inverse_tiles(shape.dtype)),
+        out,
+        Scratch(*inverse_tiles(shape.dtype), keys, *vectors),
         plgpu.Barrier(num_arrivals=sum(x is not None for x in inputs)),
         programs=plan.programs,
         interpret=interpret,
     )
+    return inverses

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
 from deltanet_jax.core.problem import GateKind, Problem, Tokens, start_state
@@ -26,7 +25,7 @@ from deltanet_jax.kernels.mosaic_gpu import (
     split,
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
-from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched, interpreter
 from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import DecayedChunks
 from deltanet_jax.kernels.mosaic_gpu.run_states import States
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
@@ -76,18 +75,16 @@ def chunkwise(
         return (problem.scale * o.astype(jnp.float32)).astype(o.dtype), final
     T, starts = problem.q.shape[1], problem.initial_state is not None
     empty = T == 0 or problem.v.size == 0
-    state = start_state(problem).astype(jnp.float32) if starts or empty else None
     if empty:
-        return problem.v, state
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
+        return problem.v, start_state(problem).astype(jnp.float32)
+    state = start_state(problem).astype(jnp.float32) if starts else None
     wide = sizes.widen(dataclasses.replace(problem, initial_state=state))
     beta = None if wide.beta is None else wide.beta.astype(jnp.float32)
     tokens = wide.tokens._replace(g=_gate(wide), beta=beta)
     (B, _, _, K), (HV, V) = wide.q.shape, wide.v.shape[2:]
     pieces = split.pieces_of(B, -(-T // CHUNK), HV, K, V)
     tokens = jax.tree.map(lambda x: _pad(x, pieces * CHUNK), tokens)
-    call = Call(problem.scale, pieces, starts, interpret or None)
+    call = Call(problem.scale, pieces, starts, interpreter(interpret))
     o, final = _run(call, tokens, wide.initial_state)
     return sizes.narrow(problem, o[:, :T], final)
 
@@ -198,11 +195,13 @@ def _decayed(call: Call, shape: Shape, x: Inputs, *, save: bool) -> DecayedChunk
 
 def _fold(call: Call, tree: Tree) -> Tree:
     """Make every piece of the sequence a row of the batch."""
-    return jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
+    folded: Tree = jax.tree.map(lambda x: split.fold(x, call.pieces), tree)
+    return folded
 
 
 def _unfold(call: Call, tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: split.unfold(x, call.pieces), tree)
+    whole: Tree = jax.tree.map(lambda x: split.unfold(x, call.pieces), tree)
+    return whole
 
 
 def _operands(x: Inputs, made: DecayedChunks, exponentials: Exponentials) -> program.Inputs:
@@ -350,6 +349,7 @@ def _channel_gradients(
     call: Call, shape: Shape, saved: Residuals, values: tuple[Any, ...]
 ) -> Tokens:
     x = saved.inputs
+    assert x.g is not None
     of_operands = chunk_cotangents.chunk_cotangents(
         shape, saved.decayed, x.beta, *values, scale=call.scale, interpret=call.interpret
     )

@@ -230,7 +230,7 @@ def _decay(
             between = _between(plan, tiles, between, queries, keys, size)
         else:
             scores = _within(plan, scores, queries, keys, size)
-            if plan.shape.delta:
+            if overlaps is not None:
                 overlaps = _within(plan, overlaps, keys, keys, size)
         blocks = channel_decay.doubled(blocks, size, exchange)
     made = DecayedChunks(
@@ -257,14 +257,16 @@ def _whole(within: jax.Array, between: dict[int, jax.Array]) -> jax.Array:
     return jnp.concatenate(columns, axis=1)
 
 
-def _overlaps(plan: Plan, tiles: Scratch, panels: Panels) -> jax.Array:
+def _overlaps(
+    plan: Plan, tiles: Scratch, within: jax.Array, others: dict[int, jax.Array]
+) -> jax.Array:
     between = {}
-    for distance, x in panels.between.items():
+    for distance, x in others.items():
         between[distance] = warp.other_triangle(
             x, distance, tiles.blocks.at[:, pl.ds(0, BLOCK)], interpret=plan.interpret
         )
         plgpu.commit_smem()
-    return _whole(panels.overlaps, between)
+    return _whole(within, between)
 
 
 def _store_pairs(halves: tuple[Ref, Ref], target: Ref, x: jax.Array) -> None:
@@ -283,9 +285,9 @@ def _finish(
     _settle()
     scores = _whole(panels.scores, panels.between)
     _store_pairs((tiles.queries, tiles.writes), out.scores.at[place], scores)
-    if not plan.shape.delta:
+    if panels.overlaps is None:
         return
-    overlaps = _overlaps(plan, tiles, panels)
+    overlaps = _overlaps(plan, tiles, panels.overlaps, panels.between)
     if plan.save:
         _store_pairs((tiles.keys, tiles.spare), out.overlaps.at[place], overlaps)
     plgpu.barrier_wait(loaded.beta)
@@ -333,7 +335,7 @@ def _body(
 
     def part(i: Index, place: Place, at: Index, panels: Panels) -> Panels:
         plgpu.barrier_wait(loaded.keys)
-        a = jnp.exp(plgpu.load(tiles.g, layout=smem.MATRIX))
+        a = jnp.exp(smem.load(tiles.g, smem.MATRIX))
         q, k = (smem.matrix(x) for x in (tiles.q, tiles.k))
         # All warps have read the tiles, which are then filled again.
         plgpu.commit_smem()

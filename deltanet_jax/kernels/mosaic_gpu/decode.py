@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
 from deltanet_jax.core.problem import GateKind
-from deltanet_jax.kernels.mosaic_gpu.blocks import launches
+from deltanet_jax.kernels.mosaic_gpu.blocks import launches, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
@@ -49,7 +49,7 @@ class Plan:
         return self.shape.key_dim, self.width
 
     @property
-    def layout(self) -> plgpu.Layout:
+    def layout(self) -> smem.Layout:
         """Every thread holds four columns of a few rows; a warp reads whole rows of its part."""
         lanes = self.width // VECTOR  # along a row
         rows = self.shape.key_dim // (WARPS * (LANES // lanes))
@@ -83,16 +83,16 @@ def _body(plan: Plan, refs: Inputs, old_state: Ref, out: Results) -> None:
     batch, head = lax.div(item, plan.shape.heads), lax.rem(item, plan.shape.heads)
     key_head = lax.div(head, plan.shape.group)
 
-    def load(ref: Ref, layout: plgpu.Layout) -> jax.Array:
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    def load(ref: Ref, layout: smem.Layout) -> jax.Array:
+        return smem.load(ref, layout, optimized=False).astype(jnp.float32)
 
     def over_rows(x: jax.Array) -> jax.Array:
         """`x[i]` at every `[i, j]`."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.part, [0]), plan.layout)
+        return smem.cast(lax.broadcast_in_dim(x, plan.part, [0]), plan.layout)
 
     def over_columns(x: jax.Array) -> jax.Array:
         """`x[j]` at every `[i, j]`."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, plan.part, [1]), plan.layout)
+        return smem.cast(lax.broadcast_in_dim(x, plan.part, [1]), plan.layout)
 
     row, column = plan.layout.reduce(1), plan.layout.reduce(0)
     state = load(old_state.at[batch, head, :, columns], plan.layout)

@@ -233,7 +233,7 @@ def gate_vectors(g: jax.Array, beta: jax.Array | None, *, interpret: object = No
         rows=shape[0] * heads,
         interpret=interpret,
     )
-    return jax.tree.map(lambda x: x.reshape(batch, -1, heads, CHUNK), out)
+    return GateVectors(*(x if x is None else x.reshape(batch, -1, heads, CHUNK) for x in out))
 
 
 def gate_gradient(
@@ -253,8 +253,8 @@ def gate_gradient(
     batch, chunks, heads, _ = b.shape
     shape = batch * chunks, CHUNK, heads
     blocks = parts.db_q.shape[0]
-    dg = jax.ShapeDtypeStruct(shape, jnp.float32)
-    dg = _launch(
+    dg: Ref = jax.ShapeDtypeStruct(shape, jnp.float32)
+    out: jax.Array = _launch(
         "gate_gradient",
         functools.partial(_gradient_rows, shape, blocks, scale),
         functools.partial(_plain_gradient, scale),
@@ -264,7 +264,7 @@ def gate_gradient(
         rows=dg.size // CHUNK,
         interpret=interpret,
     )
-    return dg.reshape(batch, chunks * CHUNK, heads)
+    return out.reshape(batch, chunks * CHUNK, heads)
 
 
 def _plain_gradient(scale: float, refs: _Parts, result: Ref) -> None:

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax import compat
 from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets, start_state
 from deltanet_jax.core.step import step
 from deltanet_jax.kernels.mosaic_gpu import decode
-from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import batched, interpreter
 from deltanet_jax.kernels.mosaic_gpu.support import why_not_one_token
 
 __all__ = ["one_token"]
@@ -46,14 +45,12 @@ def one_token(
     reason = why_not_one_token(problem)
     if reason is not None:
         raise NotImplementedError(reason)
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
     state = start_state(problem)
     if problem.v.size == 0:
         return problem.v, state
     tokens = problem.tokens._replace(g=decay_with_resets(problem))
     token = jax.tree.map(lambda x: x[:, 0], tokens)
-    o, state = _run(Call(problem.scale, in_place, interpret or None), token, state)
+    o, state = _run(Call(problem.scale, in_place, interpreter(interpret)), token, state)
     return o[:, None], state
 
 

@@ -105,7 +105,7 @@ def _chunk(
         if early:
             turns.free_inverse(chunk)
         write = u * _over_tokens(tile.beta)
-    steps = []
+    steps: list[tuple[jax.Array, list[tuple[jax.Array, Ref]]]] = []
     if not plan.only_state:
         # The stores of the chunk before have read their tiles.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -117,7 +117,8 @@ def _chunk(
             turns.free_inverse(chunk)
         turns.wait_scores(chunk)
         pair = write.astype(plan.shape.dtype), smem.transposed(tile.scores)
-        steps = [(*read, [pair])]
+        (queries,) = read
+        steps = [(queries, [pair])]
     if plan.shape.scalar_gate:
         write *= _over_tokens(tile.rest)
     state = _decayed(plan, tile, state)

@@ -5,6 +5,8 @@ Written against the layer below Pallas; the interpreter gets the same results fr
 
 import functools
 import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import Fragments, Value, inline_ptx
 
 __all__ = [
     "BLOCK",
@@ -32,7 +36,7 @@ QUAD = 4  # lanes that share a row of a product
 WARP = 32
 
 
-def thread_index():
+def thread_index() -> Value:
     """The index of this thread, as an effect.
 
     Otherwise the compiler would hold what depends on it alone, such as the addresses of a
@@ -52,23 +56,26 @@ def zero(*, interpret: bool) -> jax.Array:
     hoist their addresses into registers, and others would spill.
     """
     if interpret:
-        return jnp.int32(0)
+        return jnp.zeros((), jnp.int32)
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
-    return plgpu.inline_mgpu(return_type=result)(_zero)()
+    out: jax.Array = plgpu.inline_mgpu(return_type=result)(_zero)()
+    return out
 
 
-def _zero(ctx):
+def _zero(ctx: object) -> Value:
     from jax.experimental.mosaic.gpu import fragmented_array as fa
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
     del ctx
     i32 = ir.IntegerType.get_signless(32)
-    value = llvm.inline_asm(i32, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
+    value: Value = llvm.inline_asm(i32, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
     return fa.FragmentedArray.splat(value, (), is_signed=True)
 
 
-def masked(x: jax.Array, holds=operator.ge, *, interpret: bool) -> jax.Array:
+def masked(
+    x: jax.Array, holds: Callable[[Any, Any], Any] = operator.ge, *, interpret: bool
+) -> jax.Array:
     """`[C, C]` float32 with zeros at the pairs `[i, j]` of tokens unless `holds(i, j)`.
 
     A mask of two index arrays would take about forty registers, which the compiler holds over a
@@ -80,7 +87,8 @@ def masked(x: jax.Array, holds=operator.ge, *, interpret: bool) -> jax.Array:
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
     body = functools.partial(_mask, holds=holds)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(body)(x)
+    out: jax.Array = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(body)(x)
+    return out
 
 
 def diagonal(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -88,7 +96,7 @@ def diagonal(x: jax.Array, *, interpret: bool) -> jax.Array:
     return masked(x, operator.eq, interpret=interpret).sum(axis=1)
 
 
-def _mask(ctx, x, *, holds):
+def _mask(ctx: object, x: Fragments, *, holds: Callable[[Any, Any], Any]) -> Fragments:
     """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -117,7 +125,9 @@ def _mask(ctx, x, *, holds):
     return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def store_rows(tiles, arrays, *, lower: bool, interpret: bool) -> None:
+def store_rows(
+    tiles: Sequence[Ref], arrays: Sequence[jax.Array], *, lower: bool, interpret: bool
+) -> None:
     """Store the lower or upper 32 rows of each 16-bit `[C, 32]` to a tile of 32 rows."""
     if interpret:
         half = CHUNK // 2
@@ -132,7 +142,7 @@ def store_rows(tiles, arrays, *, lower: bool, interpret: bool) -> None:
     plgpu.inline_mgpu(arg_types=types)(body)(*operands)
 
 
-def _store_rows(ctx, *operands, lower: bool):
+def _store_rows(ctx: object, *operands: tuple[Value, Fragments], lower: bool) -> None:
     """Store from two warps, by predicated instructions: a branch would cost registers all around.
 
     A lane has the address of eight values in one of its warp's 16 rows, of the first or second
@@ -145,7 +155,7 @@ def _store_rows(ctx, *operands, lower: bool):
     del ctx
     i32 = ir.IntegerType.get_signless(32)
 
-    def bits(value, shift: int, mask: int):
+    def bits(value: Value, shift: int, mask: int) -> Value:
         return arith.andi(arith.shrui(value, utils.c(shift, i32)), utils.c(mask, i32))
 
     thread = thread_index()
@@ -159,7 +169,7 @@ def _store_rows(ctx, *operands, lower: bool):
         for at, registers in enumerate(x.registers.reshape(-1, 4)):
             address = arith.addi(base, arith.xori(place, utils.c(32 * at, i32)))
             words = [utils.bitcast(register, i32) for register in registers]
-            utils.inline_ptx(instruction, address, *words, predicate=stores, has_side_effects=True)
+            inline_ptx(instruction, address, *words, predicate=stores, has_side_effects=True)
 
 
 def halves(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -169,10 +179,12 @@ def halves(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
         return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.bfloat16, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=(result, result))(_halve)(x)
+    inlined = plgpu.inline_mgpu(arg_types=(layout,), return_type=(result, result))
+    high, low = inlined(_halve)(x)
+    return high, low
 
 
-def _halve(ctx, x):
+def _halve(ctx: object, x: Fragments) -> tuple[Fragments, ...]:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector
@@ -191,7 +203,7 @@ def _halve(ctx, x):
     return tuple(arrays)
 
 
-def rounded(numbers: list, kind: str) -> list:
+def rounded(numbers: list[Value], kind: str) -> list[Value]:
     """Round pairs of values to words, one instruction each.
 
     Next to a cast back, a cast would be made one value at a time, at a quarter of the rate.
@@ -207,7 +219,7 @@ def rounded(numbers: list, kind: str) -> list:
     ]
 
 
-def rest(numbers: list) -> list:
+def rest(numbers: list[Value]) -> list[Value]:
     """Return the values minus their rounding to bfloat16."""
     from jaxlib.mlir.dialects import arith
 
@@ -215,7 +227,7 @@ def rest(numbers: list) -> list:
     return [arith.subf(x, y) for x, y in zip(numbers, wide, strict=True)]
 
 
-def _both(word) -> list:
+def _both(word: Value) -> list[Value]:
     """Return the two bfloat16 values of a word as float32."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -236,10 +248,11 @@ def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
         return x.astype(jnp.float32)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_widen)(x)
+    out: jax.Array = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_widen)(x)
+    return out
 
 
-def _widen(ctx, x):
+def _widen(ctx: object, x: Fragments) -> Fragments:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector

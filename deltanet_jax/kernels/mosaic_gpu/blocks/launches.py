@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 
 from deltanet_jax import compat
 
-__all__ = ["Index", "Ref", "at", "batched", "launch", "overwriting", "run_over"]
+__all__ = ["Index", "Ref", "at", "batched", "interpreter", "launch", "overwriting", "run_over"]
 
 # Pallas has no public type of references. A field of a record is an array or its type before a
 # launch, a reference to it in the kernel, and an array again in the result; or `None`.
@@ -32,6 +32,13 @@ def _named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 
     kernel.__name__ = name
     return kernel
+
+
+def interpreter(wanted: object) -> object:
+    """Return the interpreter's parameters, of which True is the default, or `None`."""
+    if wanted is True:
+        return plgpu.InterpretGPUParams()  # type: ignore[attr-defined]  # not in the oldest JAX
+    return wanted or None
 
 
 def launch(
@@ -81,8 +88,8 @@ def launch(
         ),
         interpret=interpret,
     )
-    (results,) = kernel(inputs)
-    return results
+    results: tuple[Outputs] = kernel(inputs)
+    return results[0]
 
 
 def _laid_out(scratch: Any) -> Any:
@@ -102,7 +109,9 @@ def _restored(scratch: Any, laid: Any) -> Any:
 
 def at(record: Record, index: Callable[[], Any]) -> Record:
     """The parts of the references of a record at `index()`, which is called for each of them."""
-    return _restored(record, jax.tree.map(lambda ref: ref.at[index()], _laid_out(record)))
+    parts = jax.tree.map(lambda ref: ref.at[index()], _laid_out(record))
+    whole: Record = _restored(record, parts)
+    return whole
 
 
 def batched(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +163,9 @@ def overwriting(
     Returns:
         The kernel, a function of `inputs` and `held`.
     """
-    threads = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "role"}
+    threads: Any = {}
+    if warpgroups is not None:
+        threads = {"num_threads": warpgroups, "thread_name": "role"}
 
     def run(*refs: Any) -> None:
         def scoped(*laid: Any) -> None:

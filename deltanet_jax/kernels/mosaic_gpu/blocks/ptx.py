@@ -4,9 +4,11 @@ The vocabulary of code written against the layer below Pallas.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
+    "Fragments",
     "Value",
     "add",
     "address_of",
@@ -16,6 +18,7 @@ __all__ = [
     "divided",
     "equal",
     "greater",
+    "inline_ptx",
     "integer",
     "less",
     "not_equal",
@@ -33,9 +36,26 @@ __all__ = [
 
 
 Value = Any  # of MLIR, whose Python bindings have no public types
+Fragments = Any  # an array in registers, a `FragmentedArray` of Mosaic GPU
 
 
-def read(pointer, first, count: int, after: int = 0) -> list:
+def inline_ptx(
+    instruction: str,
+    *operands: Value,
+    has_side_effects: bool,
+    result_types: Sequence[Value] = (),
+    **options: Any,
+) -> Value:
+    """An instruction of PTX, `$0` and so on being its results and then its operands."""
+    from jax.experimental.mosaic.gpu import utils
+
+    emit: Any = utils.inline_ptx  # type: ignore[attr-defined]  # not in the oldest JAX
+    if result_types:
+        options["result_types"] = list(result_types)
+    return emit(instruction, *operands, has_side_effects=has_side_effects, **options)
+
+
+def read(pointer: Value, first: Value, count: int, after: int = 0) -> list[Value]:
     """Read up to four floats from `first + after` on; for three, a fourth is loaded and dropped.
 
     The offset is a multiple of their number, or of four.
@@ -50,14 +70,14 @@ def read(pointer, first, count: int, after: int = 0) -> list:
     return [vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)]
 
 
-def write(pointer, first, numbers: list, after: int = 0) -> None:
+def write(pointer: Value, first: Value, numbers: list[Value], after: int = 0) -> None:
     """Write one, two or four floats from `first + after` on."""
     from jaxlib.mlir.dialects import llvm
 
     llvm.store(packed(numbers), _element(pointer, first, after))
 
 
-def _element(pointer, first, after: int):
+def _element(pointer: Value, first: Value, after: int) -> Value:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
 
@@ -65,28 +85,28 @@ def _element(pointer, first, after: int):
     return utils.getelementptr(utils.getelementptr(pointer, [first], f32), [after], f32)
 
 
-def address_of(pointer, first, after: int = 0):
+def address_of(pointer: Value, first: Value, after: int = 0) -> Value:
     """Return the shared-memory address of the float at `first + after`."""
     from jaxlib.mlir.dialects import llvm
 
     return llvm.ptrtoint(integer(), _element(pointer, first, after))
 
 
-def numbers_of(register) -> list:
+def numbers_of(register: Value) -> list[Value]:
     """Return the two values of a register."""
     from jaxlib.mlir.dialects import vector
 
     return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
 
 
-def sums(x: list, y: list) -> list:
+def sums(x: list[Value], y: list[Value]) -> list[Value]:
     """Add two lists of floats, one by one."""
     from jaxlib.mlir.dialects import arith
 
     return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
 
 
-def packed(values: list):
+def packed(values: list[Value]) -> Value:
     """Pack values of one type into a vector."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector
@@ -95,14 +115,14 @@ def packed(values: list):
     return vector.from_elements(kind, values)
 
 
-def integer():
+def integer() -> Value:
     """The type of 32 bits."""
     from jaxlib.mlir import ir
 
     return ir.IntegerType.get_signless(32)
 
 
-def constant(value):
+def constant(value: float) -> Value:
     """An integer, or a float where the value is one."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -110,7 +130,7 @@ def constant(value):
     return utils.c(value, ir.F32Type.get() if isinstance(value, float) else integer())
 
 
-def _integers(operation: str, x, y):
+def _integers(operation: str, x: Value, y: Value | int) -> Value:
     from jaxlib.mlir.dialects import arith
 
     return getattr(arith, operation)(x, constant(y) if isinstance(y, int) else y)
@@ -127,7 +147,7 @@ shifted_left = functools.partial(_integers, "shli")
 shifted_right = functools.partial(_integers, "shrui")
 
 
-def _compared(kind: str, x, y):
+def _compared(kind: str, x: Value, y: Value | int) -> Value:
     from jaxlib.mlir.dialects import arith
 
     predicate = getattr(arith.CmpIPredicate, kind)

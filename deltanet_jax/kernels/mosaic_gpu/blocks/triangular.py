@@ -25,7 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK, WARP, thread_index
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
 from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import (
+    Fragments,
+    Value,
     add,
     address_of,
     bits_and,
@@ -33,6 +36,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import (
     constant,
     equal,
     greater,
+    inline_ptx,
     integer,
     not_equal,
     numbers_of,
@@ -59,7 +63,7 @@ def scratch_shape() -> tuple[int, int]:
     return CHUNK, ROW
 
 
-def inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
+def inverses(x: jax.Array, scratch: Ref, *, interpret: bool) -> jax.Array:
     """`(I - x_i)^-1` of both blocks of 32 rows, `[C, 32]` float32.
 
     All warps are to meet before they come here again.
@@ -78,22 +82,23 @@ def inverses(x: jax.Array, scratch, *, interpret: bool) -> jax.Array:
         ).reshape(x.shape)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
     inlined = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
-    return inlined(_invert)(x, scratch)
+    out: jax.Array = inlined(_invert)(x, scratch)
+    return out
 
 
 class _Place(NamedTuple):
     """Offsets of a thread in the scratch memory, in floats, and the values that it holds."""
 
-    matrix: object  # its row of the four that `stmatrix` stores, of two times 8 x 8
-    square: object  # its row of what `ldmatrix` loads, of two on the diagonal
-    solved: object  # the eight values that it solves for
-    factors: object  # the block that they are solved with
-    column: object  # two rows below one another, in a column of the warp's block
-    above: object  # the same of the block above in the pair
-    row: object  # that it solves for, of the eight
-    lower: object  # whether its warp has the lower block of a pair
-    first: object  # whether it holds the diagonal in the first of its two columns
-    second: object  # or in the second
+    matrix: Value  # its row of the four that `stmatrix` stores, of two times 8 x 8
+    square: Value  # its row of what `ldmatrix` loads, of two on the diagonal
+    solved: Value  # the eight values that it solves for
+    factors: Value  # the block that they are solved with
+    column: Value  # two rows below one another, in a column of the warp's block
+    above: Value  # the same of the block above in the pair
+    row: Value  # that it solves for, of the eight
+    lower: Value  # whether its warp has the lower block of a pair
+    first: Value  # whether it holds the diagonal in the first of its two columns
+    second: Value  # or in the second
 
 
 def _place() -> _Place:
@@ -104,7 +109,7 @@ def _place() -> _Place:
     own = bits_and(shifted_right(lane, 3), 1)  # the block of eight rows in which it solves
     half = shifted_left(own, 2)  # of eight columns that it moves
 
-    def floats(row, column):
+    def floats(row: Value, column: Value) -> Value:
         return add(times(row, ROW), column)
 
     matrix = floats(add(add(block, eight), shifted_left(sixteen, 3)), half)
@@ -127,7 +132,7 @@ def _place() -> _Place:
     )
 
 
-def _invert(ctx, x, scratch):
+def _invert(ctx: object, x: Fragments, scratch: Value) -> Fragments:
     """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
     from jax.experimental.mosaic.gpu import utils
 
@@ -172,7 +177,7 @@ def _invert(ctx, x, scratch):
     return type(x)(_registers=moved, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def _substitute(place: _Place, scratch) -> None:
+def _substitute(place: _Place, scratch: Value) -> None:
     """Put `V` and `W` of the warp's two blocks of eight rows in the place of `A` and `D`."""
     from jax.experimental.mosaic.gpu import utils
 
@@ -186,7 +191,12 @@ def _substitute(place: _Place, scratch) -> None:
         write(scratch, place.solved, row[at::2], after=VECTOR * at)
 
 
-def _plus_products(totals: list, left: list, right: list, where=None) -> list:
+def _plus_products(
+    totals: list[list[Value]],
+    left: list[Value],
+    right: list[list[Value]],
+    where: Value | None = None,
+) -> list[list[Value]]:
     """`totals + left right` for some of both, 16 x 8 times 8 x 8.
 
     Args:
@@ -195,18 +205,18 @@ def _plus_products(totals: list, left: list, right: list, where=None) -> list:
         right: For each product, two neighbouring rows of a column.
         where: Whether the warp computes these at all; otherwise the totals stay.
     """
-    left = [_split(x) for x in left]
-    right = [[_split(x) for x in numbers] for numbers in right]
+    left_parts = [_split(x) for x in left]
+    right_parts = [[_split(x) for x in numbers] for numbers in right]
     for i, j in ((1, 0), (0, 1), (0, 0)):  # the two low parts are left out
-        operand = [x[i] for x in left]
+        operand = [x[i] for x in left_parts]
         totals = [
             _multiply_add(operand, [x[j] for x in numbers], total, where)
-            for numbers, total in zip(right, totals, strict=True)
+            for numbers, total in zip(right_parts, totals, strict=True)
         ]
     return totals
 
 
-def _split(x):
+def _split(x: Value) -> tuple[Value, Value]:
     """Split a value into what the tensor cores read in tf32, and the rest."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -216,7 +226,9 @@ def _split(x):
     return high, arith.subf(x, high)
 
 
-def _multiply_add(left: list, right: list, total: list, where=None) -> list:
+def _multiply_add(
+    left: list[Value], right: list[Value], total: list[Value], where: Value | None = None
+) -> list[Value]:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -236,25 +248,25 @@ def _multiply_add(left: list, right: list, total: list, where=None) -> list:
     )
     constraints = ["=f"] * 4 + ["r"] * 6 + sources
     result = llvm.StructType.get_literal([f32] * 4)
-    out = llvm.inline_asm(
+    out: Value = llvm.inline_asm(
         result, operands, instruction, ",".join(constraints), has_side_effects=False
     )
     return [llvm.extractvalue(f32, out, [at]) for at in range(4)]
 
 
-def _plus_multiple(x: list, factor, y: list) -> list:
+def _plus_multiple(x: list[Value], factor: Value, y: list[Value]) -> list[Value]:
     from jaxlib.mlir.dialects import math
 
     return [math.fma(factor, b, a) for a, b in zip(x, y, strict=True)]
 
 
-def _chosen(condition, x: list, y: list) -> list:
+def _chosen(condition: Value, x: list[Value], y: list[Value]) -> list[Value]:
     from jaxlib.mlir.dialects import arith
 
     return [arith.select(condition, a, b) for a, b in zip(x, y, strict=True)]
 
 
-def _store(pointer, first, numbers: list, after: int = 0) -> None:
+def _store(pointer: Value, first: Value, numbers: list[Value], after: int = 0) -> None:
     """Store values of two or four matrices of eight rows, of which a lane addresses one."""
     from jax.experimental.mosaic.gpu import utils
 
@@ -262,28 +274,28 @@ def _store(pointer, first, numbers: list, after: int = 0) -> None:
     instruction = f"stmatrix.sync.aligned.m8n8.x{len(numbers)}.shared.b16 [$0], {{{words}}};"
     values = [utils.bitcast(x, integer()) for x in numbers]
     address = address_of(pointer, first, after)
-    utils.inline_ptx(instruction, address, *values, has_side_effects=True, convergent=True)
+    inline_ptx(instruction, address, *values, has_side_effects=True, convergent=True)
 
 
-def _load(pointer, first) -> list:
+def _load(pointer: Value, first: Value) -> list[Value]:
     """Load values of four matrices that another thread may have stored."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
 
     instruction = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    words = utils.inline_ptx(
+    words = inline_ptx(
         instruction, address_of(pointer, first), result_types=[integer()] * 4,
         has_side_effects=True, convergent=True,
     )  # fmt: skip
     return [utils.bitcast(word, ir.F32Type.get()) for word in words]
 
 
-def _column(pointer, first, row: int, column: int) -> list:
+def _column(pointer: Value, first: Value, row: int, column: int) -> list[Value]:
     """Read two values below one another; `column` is a multiple of eight."""
     return [read(pointer, first, 1, after=i * ROW + column)[0] for i in (row, row + 1)]
 
 
-def _eight(pointer, first, count: int, after: int = 0) -> list:
+def _eight(pointer: Value, first: Value, count: int, after: int = 0) -> list[Value]:
     """Read the first `count` columns of eight."""
     even = read(pointer, first, (count + 1) // 2, after)
     odd = read(pointer, first, count // 2, after + VECTOR)

@@ -6,6 +6,9 @@ Written against the layer below Pallas; the interpreter gets the same results fr
 """
 
 import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK, WARP
+from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.ptx import Fragments, Value
 
 __all__ = [
     "apply_blocks",
@@ -35,7 +40,9 @@ def exchange_shape(width: int, *, uniform: bool) -> tuple[int, int, int]:
     return (2, CHUNK // BLOCK, width) if uniform else (2, width // 4, 4 * CHUNK)
 
 
-def exchanged(x: jax.Array, size: int, scratch, *, uniform: bool, interpret: bool) -> jax.Array:
+def exchanged(
+    x: jax.Array, size: int, scratch: Ref, *, uniform: bool, interpret: bool
+) -> jax.Array:
     """Row `i` of the result is row `i ^ size` of `x`, `[C, S]` float32.
 
     Args:
@@ -52,24 +59,25 @@ def exchanged(x: jax.Array, size: int, scratch, *, uniform: bool, interpret: boo
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
     if size < BLOCK:
         body = functools.partial(_exchange_in_warp, size=size)
-        return plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(body)(x)
+        moved: jax.Array = plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(body)(x)
+        return moved
     body = functools.partial(_exchange_warps, warps=size // BLOCK, uniform=uniform)
     inlined = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
-    return inlined(body)(x, scratch)
+    out: jax.Array = inlined(body)(x, scratch)
+    return out
 
 
-def _registers(x):
+def _registers(x: Fragments) -> Any:
     """Index registers by block of eight columns, and half of the rows of the warp."""
     return x.registers.reshape(-1, 2)
 
 
-def _with_registers(x, registers, shape=None):
-    if shape is None:
-        shape = x.registers.shape
-    return type(x)(_registers=registers.reshape(shape), _layout=x.layout, _is_signed=x.is_signed)
+def _with_registers(x: Fragments, registers: Any) -> Fragments:
+    registers = registers.reshape(x.registers.shape)
+    return type(x)(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def _exchange_in_warp(ctx, x, *, size: int):
+def _exchange_in_warp(ctx: object, x: Fragments, *, size: int) -> Fragments:
     from jax.experimental.mosaic.gpu import utils
 
     del ctx
@@ -82,7 +90,9 @@ def _exchange_in_warp(ctx, x, *, size: int):
     return _with_registers(x, moved)
 
 
-def _exchange_warps(ctx, x, scratch, *, warps: int, uniform: bool):
+def _exchange_warps(
+    ctx: object, x: Fragments, scratch: Value, *, warps: int, uniform: bool
+) -> Fragments:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
@@ -94,7 +104,7 @@ def _exchange_warps(ctx, x, scratch, *, warps: int, uniform: bool):
     other = arith.xori(thread, utils.c(WARP * warps, i32))
     half = utils.c(warps - 1, index)
 
-    def place(thread, at):
+    def place(thread: Value, at: int) -> list[Value]:
         if not uniform:
             column = arith.muli(thread, utils.c(2, i32))
             return [half, utils.c(at, index), arith.index_cast(index, column)]
@@ -115,7 +125,7 @@ def _exchange_warps(ctx, x, scratch, *, warps: int, uniform: bool):
     return _with_registers(x, moved)
 
 
-def store_row(ref, x: jax.Array, *, interpret: bool) -> None:
+def store_row(ref: Ref, x: jax.Array, *, interpret: bool) -> None:
     """Store any row of `x`, `[C, S]` float32, whose rows are equal."""
     if interpret:
         ref[...] = x[0]
@@ -123,7 +133,7 @@ def store_row(ref, x: jax.Array, *, interpret: bool) -> None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(_store_row)(ref, x)
 
 
-def _store_row(ctx, ref, x):
+def _store_row(ctx: object, ref: Value, x: Fragments) -> None:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
@@ -141,7 +151,9 @@ def other_rows_shape(width: int) -> tuple[int, int]:
     return width // BLOCK, 4 * 2 * CHUNK
 
 
-def other_rows(x: jax.Array, sizes, scratch, *, interpret: bool) -> list[jax.Array]:
+def other_rows(
+    x: jax.Array, sizes: Sequence[int], scratch: Ref, *, interpret: bool
+) -> list[jax.Array]:
     """For every size, multiples of 16: row `i ^ size` of 16-bit `x`, `[C, S]`, for row `i`.
 
     Between two calls all warps are to meet at another barrier.
@@ -152,7 +164,7 @@ def other_rows(x: jax.Array, sizes, scratch, *, interpret: bool) -> list[jax.Arr
     inlined = plgpu.inline_mgpu(
         arg_types=(LAYOUT, plgpu.RefType()), return_type=[result] * len(sizes)
     )
-    return inlined(functools.partial(_other_rows, sizes=sizes))(x, scratch)
+    return list(inlined(functools.partial(_other_rows, sizes=sizes))(x, scratch))
 
 
 def _flipped(x: jax.Array, size: int) -> jax.Array:
@@ -163,7 +175,9 @@ def _flipped(x: jax.Array, size: int) -> jax.Array:
     return x
 
 
-def _other_rows(ctx, x, scratch, *, sizes):
+def _other_rows(
+    ctx: object, x: Fragments, scratch: Value, *, sizes: Sequence[int]
+) -> list[Fragments]:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
@@ -175,7 +189,7 @@ def _other_rows(ctx, x, scratch, *, sizes):
     words = [_as_word(register) for register in registers.flat]
     thread = arith.remui(utils.thread_idx(), utils.c(CHUNK * 2, i32))
 
-    def place(thread, at):
+    def place(thread: Value, at: int) -> list[Value]:
         column = arith.muli(thread, utils.c(4, i32))
         return [utils.c(at, index), arith.index_cast(index, column)]
 
@@ -208,12 +222,12 @@ def odd_rows(x: jax.Array, y: jax.Array | None, size: int, *, interpret: bool) -
     operands = (x,) if y is None else (x, y)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
     body = functools.partial(_odd_rows, warps=size // BLOCK)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(
-        *operands
-    )
+    inlined = plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)
+    out: jax.Array = inlined(body)(*operands)
+    return out
 
 
-def _odd_rows(ctx, x, y=None, *, warps: int):
+def _odd_rows(ctx: object, x: Fragments, y: Fragments | None = None, *, warps: int) -> Fragments:
     """Choose words: 16-bit values would be chosen one by one."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -230,7 +244,7 @@ def _odd_rows(ctx, x, y=None, *, warps: int):
     return _with_registers(x, chosen)
 
 
-def other_triangle(x: jax.Array, size: int, scratch, *, interpret: bool) -> jax.Array:
+def other_triangle(x: jax.Array, size: int, scratch: Ref, *, interpret: bool) -> jax.Array:
     """For row `i`, block `i ^ size` of 16 rows of `x`, transposed; `[C, 16]` float32.
 
     Takes `[C, 16]` float32 of shared memory; all warps are to meet before its next use.
@@ -240,10 +254,12 @@ def other_triangle(x: jax.Array, size: int, scratch, *, interpret: bool) -> jax.
         return blocks.transpose(0, 2, 1).reshape(x.shape)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
     inlined = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
-    return inlined(functools.partial(_other_triangle, warps=size // BLOCK))(x, scratch)
+    body = functools.partial(_other_triangle, warps=size // BLOCK)
+    out: jax.Array = inlined(body)(x, scratch)
+    return out
 
 
-def _other_triangle(ctx, x, scratch, *, warps: int):
+def _other_triangle(ctx: object, x: Fragments, scratch: Value, *, warps: int) -> Fragments:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, memref, vector
@@ -272,7 +288,9 @@ def _other_triangle(ctx, x, scratch, *, warps: int):
     return _with_registers(x, moved)
 
 
-def block_products(x: jax.Array, y: jax.Array, init=None, *, interpret: bool) -> jax.Array:
+def block_products(
+    x: jax.Array, y: jax.Array, init: jax.Array | None = None, *, interpret: bool
+) -> jax.Array:
     """`x y^T` within blocks of 16 rows, `[C, 16]` float32, of 16-bit `[C, S]`; plus `init`."""
     if interpret:
         x, y = (z.reshape(-1, BLOCK, z.shape[1]) for z in (x, y))
@@ -281,19 +299,20 @@ def block_products(x: jax.Array, y: jax.Array, init=None, *, interpret: bool) ->
     operands = (x, y) if init is None else (x, y, init)
     result = plgpu.ShapeDtypeStruct((CHUNK, BLOCK), jnp.float32, layout=LAYOUT)
     inlined = plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)
-    return inlined(_products)(*operands)
+    products: jax.Array = inlined(_products)(*operands)
+    return products
 
 
-def _products(ctx, x, y, init=None):
+def _products(ctx: object, x: Fragments, y: Fragments, init: Fragments | None = None) -> Fragments:
     """A register of the right operand holds columns of eight rows: rows of `y`, as it is."""
     from jaxlib.mlir.dialects import vector
 
     del ctx
     x_registers, y_registers = _registers(x), _registers(y)
-    sums = [None, None]
+    sums: list[list[Value] | None] = [None, None]
     if init is not None:
 
-        def entry(register, at):
+        def entry(register: Value, at: int) -> Value:
             return vector.extract(register, dynamic_position=[], static_position=[at])
 
         sums = [[entry(r, at) for r in pair for at in range(2)] for pair in _registers(init)]
@@ -315,13 +334,13 @@ def apply_blocks(*terms: tuple[jax.Array, jax.Array, bool], interpret: bool) -> 
     """
     flags = tuple(transpose for *_, transpose in terms)
     if interpret:
-        return sum(_applied(*term) for term in terms)
+        return functools.reduce(operator.add, (_applied(*term) for term in terms))
     operands = [x for *pair, _ in terms for x in pair]
     result = plgpu.ShapeDtypeStruct(operands[1].shape, jnp.float32, layout=LAYOUT)
     body = functools.partial(_apply, flags)
-    return plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)(body)(
-        *operands
-    )
+    inlined = plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(operands), return_type=result)
+    out: jax.Array = inlined(body)(*operands)
+    return out
 
 
 def _applied(weights: jax.Array, y: jax.Array, transpose: bool) -> jax.Array:
@@ -331,10 +350,10 @@ def _applied(weights: jax.Array, y: jax.Array, transpose: bool) -> jax.Array:
     return out.reshape(y.shape)
 
 
-def _apply(flags, ctx, *operands):
+def _apply(flags: tuple[bool, ...], ctx: object, *operands: Fragments) -> Fragments:
     del ctx
     y = operands[1]
-    sums = [None] * len(_registers(y))
+    sums: list[list[Value] | None] = [None] * len(_registers(y))
     for weights, y, transpose in zip(operands[::2], operands[1::2], flags, strict=True):
         w = _registers(weights)
         if transpose:
@@ -347,14 +366,14 @@ def _apply(flags, ctx, *operands):
     return _accumulated(y, sums, y.shape[1])
 
 
-def _as_word(register):
+def _as_word(register: Value) -> Value:
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
 
     return utils.bitcast(register, ir.IntegerType.get_signless(32))
 
 
-def _transposed(register):
+def _transposed(register: Value) -> Value:
     """Transpose eight rows and columns of a warp."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -364,7 +383,9 @@ def _transposed(register):
     return llvm.inline_asm(i32, [_as_word(register)], instruction, "=r,r", has_side_effects=False)
 
 
-def _multiply_add(like, left, right, sums):
+def _multiply_add(
+    like: Fragments, left: list[Value], right: list[Value], sums: list[Value] | None
+) -> list[Value]:
     """`sums + left right` of 16 x 16 times 16 x 8, four values to a thread."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -382,11 +403,12 @@ def _multiply_add(like, left, right, sums):
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     result = llvm.StructType.get_literal([f32] * 4)
-    out = llvm.inline_asm(result, [*words, *sums], instruction, constraints, has_side_effects=False)
+    operands = [*words, *sums]
+    out: Value = llvm.inline_asm(result, operands, instruction, constraints, has_side_effects=False)
     return [llvm.extractvalue(f32, out, [at]) for at in range(4)]
 
 
-def _accumulated(like, sums, width: int):
+def _accumulated(like: Fragments, sums: list[Any], width: int) -> Fragments:
     """The array `[C, width]` whose blocks of eight columns a warp summed."""
     import numpy as np
     from jaxlib.mlir import ir
