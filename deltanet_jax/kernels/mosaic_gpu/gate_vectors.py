@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, math
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, launches
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import thread_index
@@ -158,8 +160,6 @@ def _vector_rows(
     turned: Gates,
 ) -> None:
     """The rows from `first` on; those past the last one are computed but not stored."""
-    from jax.experimental.mosaic.gpu import utils
-
     del ctx
     chunks, _, heads = shape
     thread, first = thread_index(), first.registers.item()
@@ -189,9 +189,6 @@ def _present(*refs: Ref) -> list[Ref]:
 
 def _exponentials(lane: Value, g: list[Value]) -> tuple[list[Value], list[Value], list[Value]]:
     """`b`, exp(b) and exp(b_C - b) of four tokens."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir.dialects import arith, math
-
     first, *others = [arith.maximumf(x, constant(LOWEST_GATE)) for x in g]
     b = [first]
     for x in others:
@@ -286,8 +283,6 @@ def _gradient_rows(
     turned: Ref,
 ) -> None:
     """Compute the rows of `gate_gradient` from `first` on, as `_vector_rows` does."""
-    from jax.experimental.mosaic.gpu import utils
-
     del ctx
     chunks, _, heads = shape
     end = chunks * heads
@@ -318,9 +313,6 @@ def _gradient_rows(
 
 def _later_sums(lane: Value, total: Value, parts: GateParts, scale: float) -> list[Value]:
     """The gradients of four gates, from the parts of these four tokens and the total `b_C`."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir.dialects import arith, math
-
     later = sums(parts.db_q, parts.db_k)
     for i in range(VECTOR - 2, -1, -1):
         later[i] = arith.addf(later[i], later[i + 1])

@@ -11,7 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
@@ -42,9 +46,6 @@ def thread_index() -> Value:
     Otherwise the compiler would hold what depends on it alone, such as the addresses of a
     substitution, in registers over a loop.
     """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
@@ -63,10 +64,6 @@ def zero(*, interpret: bool) -> jax.Array:
 
 
 def _zero(ctx: object) -> Value:
-    from jax.experimental.mosaic.gpu import fragmented_array as fa
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
     del ctx
     i32 = ir.IntegerType.get_signless(32)
     value: Value = llvm.inline_asm(i32, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
@@ -98,10 +95,6 @@ def diagonal(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 def _mask(ctx: object, x: Fragments, *, holds: Callable[[Any, Any], Any]) -> Fragments:
     """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, gpu, vector
-
     del ctx
     compare = arith.CmpIPredicate
     predicate = {operator.ge: compare.sge, operator.gt: compare.sgt, operator.eq: compare.eq}
@@ -148,10 +141,6 @@ def _store_rows(ctx: object, *operands: tuple[Value, Fragments], lower: bool) ->
     A lane has the address of eight values in one of its warp's 16 rows, of the first or second
     eight columns; of the next 16 columns it differs by one bit, swizzle or not.
     """
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm
-
     del ctx
     i32 = ir.IntegerType.get_signless(32)
 
@@ -185,10 +174,6 @@ def halves(x: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def _halve(ctx: object, x: Fragments) -> tuple[Fragments, ...]:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
     del ctx
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     high, low = np.empty_like(x.registers), np.empty_like(x.registers)
@@ -208,9 +193,6 @@ def rounded(numbers: list[Value], kind: str) -> list[Value]:
 
     Next to a cast back, a cast would be made one value at a time, at a quarter of the rate.
     """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
     i32 = ir.IntegerType.get_signless(32)
     instruction = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
     return [
@@ -221,18 +203,12 @@ def rounded(numbers: list[Value], kind: str) -> list[Value]:
 
 def rest(numbers: list[Value]) -> list[Value]:
     """Return the values minus their rounding to bfloat16."""
-    from jaxlib.mlir.dialects import arith
-
     wide = [x for word in rounded(numbers, "bf16") for x in _both(word)]
     return [arith.subf(x, y) for x, y in zip(numbers, wide, strict=True)]
 
 
 def _both(word: Value) -> list[Value]:
     """Return the two bfloat16 values of a word as float32."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     both = arith.shli(word, utils.c(16, i32)), arith.andi(word, utils.c(-0x10000, i32))
     return [utils.bitcast(x, f32) for x in both]
@@ -253,10 +229,6 @@ def widened(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _widen(ctx: object, x: Fragments) -> Fragments:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
     del ctx
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     pair = ir.VectorType.get((2,), f32)

@@ -7,6 +7,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
 __all__ = [
     "Fragments",
     "Value",
@@ -47,8 +51,6 @@ def inline_ptx(
     **options: Any,
 ) -> Value:
     """An instruction of PTX, `$0` and so on being its results and then its operands."""
-    from jax.experimental.mosaic.gpu import utils
-
     emit: Any = utils.inline_ptx  # type: ignore[attr-defined]  # not in the oldest JAX
     if result_types:
         options["result_types"] = list(result_types)
@@ -60,9 +62,6 @@ def read(pointer: Value, first: Value, count: int, after: int = 0) -> list[Value
 
     The offset is a multiple of their number, or of four.
     """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
     if count == 0:
         return []
     kind = ir.VectorType.get((1 << (count - 1).bit_length(),), ir.F32Type.get())
@@ -72,67 +71,46 @@ def read(pointer: Value, first: Value, count: int, after: int = 0) -> list[Value
 
 def write(pointer: Value, first: Value, numbers: list[Value], after: int = 0) -> None:
     """Write one, two or four floats from `first + after` on."""
-    from jaxlib.mlir.dialects import llvm
-
     llvm.store(packed(numbers), _element(pointer, first, after))
 
 
 def _element(pointer: Value, first: Value, after: int) -> Value:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-
     f32 = ir.F32Type.get()
     return utils.getelementptr(utils.getelementptr(pointer, [first], f32), [after], f32)
 
 
 def address_of(pointer: Value, first: Value, after: int = 0) -> Value:
     """Return the shared-memory address of the float at `first + after`."""
-    from jaxlib.mlir.dialects import llvm
-
     return llvm.ptrtoint(integer(), _element(pointer, first, after))
 
 
 def numbers_of(register: Value) -> list[Value]:
     """Return the two values of a register."""
-    from jaxlib.mlir.dialects import vector
-
     return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
 
 
 def sums(x: list[Value], y: list[Value]) -> list[Value]:
     """Add two lists of floats, one by one."""
-    from jaxlib.mlir.dialects import arith
-
     return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
 
 
 def packed(values: list[Value]) -> Value:
     """Pack values of one type into a vector."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
     kind = ir.VectorType.get((len(values),), values[0].type)
     return vector.from_elements(kind, values)
 
 
 def integer() -> Value:
     """The type of 32 bits."""
-    from jaxlib.mlir import ir
-
     return ir.IntegerType.get_signless(32)
 
 
 def constant(value: float) -> Value:
     """An integer, or a float where the value is one."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-
     return utils.c(value, ir.F32Type.get() if isinstance(value, float) else integer())
 
 
 def _integers(operation: str, x: Value, y: Value | int) -> Value:
-    from jaxlib.mlir.dialects import arith
-
     return getattr(arith, operation)(x, constant(y) if isinstance(y, int) else y)
 
 
@@ -148,8 +126,6 @@ shifted_right = functools.partial(_integers, "shrui")
 
 
 def _compared(kind: str, x: Value, y: Value | int) -> Value:
-    from jaxlib.mlir.dialects import arith
-
     predicate = getattr(arith.CmpIPredicate, kind)
     return arith.cmpi(predicate, x, constant(y) if isinstance(y, int) else y)
 

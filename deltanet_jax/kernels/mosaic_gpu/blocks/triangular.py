@@ -21,7 +21,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK, WARP, thread_index
@@ -134,8 +137,6 @@ def _place() -> _Place:
 
 def _invert(ctx: object, x: Fragments, scratch: Value) -> Fragments:
     """Register `[n, h]` of a thread has row `8 h` and columns `8 n`, `8 n + 1` after its first."""
-    from jax.experimental.mosaic.gpu import utils
-
     del ctx
     place, scratch = _place(), utils.memref_ptr(scratch)
     registers = [[numbers_of(r) for r in pair] for pair in x.registers.reshape(-1, 2)]
@@ -179,8 +180,6 @@ def _invert(ctx: object, x: Fragments, scratch: Value) -> Fragments:
 
 def _substitute(place: _Place, scratch: Value) -> None:
     """Put `V` and `W` of the warp's two blocks of eight rows in the place of `A` and `D`."""
-    from jax.experimental.mosaic.gpu import utils
-
     row = _eight(scratch, place.solved, EIGHT)
     row = [_chosen(greater(place.row, c), [x], [constant(0.0)])[0] for c, x in enumerate(row)]
     for i in range(EIGHT - 1, 0, -1):
@@ -218,10 +217,6 @@ def _plus_products(
 
 def _split(x: Value) -> tuple[Value, Value]:
     """Split a value into what the tensor cores read in tf32, and the rest."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
     high = utils.bitcast(bits_and(utils.bitcast(x, integer()), -1 << 13), ir.F32Type.get())
     return high, arith.subf(x, high)
 
@@ -229,10 +224,6 @@ def _split(x: Value) -> tuple[Value, Value]:
 def _multiply_add(
     left: list[Value], right: list[Value], total: list[Value], where: Value | None = None
 ) -> list[Value]:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
     f32 = ir.F32Type.get()
     upper, upper_next, lower, lower_next = left
     words = [utils.bitcast(x, integer()) for x in (upper, lower, upper_next, lower_next, *right)]
@@ -255,21 +246,15 @@ def _multiply_add(
 
 
 def _plus_multiple(x: list[Value], factor: Value, y: list[Value]) -> list[Value]:
-    from jaxlib.mlir.dialects import math
-
     return [math.fma(factor, b, a) for a, b in zip(x, y, strict=True)]
 
 
 def _chosen(condition: Value, x: list[Value], y: list[Value]) -> list[Value]:
-    from jaxlib.mlir.dialects import arith
-
     return [arith.select(condition, a, b) for a, b in zip(x, y, strict=True)]
 
 
 def _store(pointer: Value, first: Value, numbers: list[Value], after: int = 0) -> None:
     """Store values of two or four matrices of eight rows, of which a lane addresses one."""
-    from jax.experimental.mosaic.gpu import utils
-
     words = ", ".join(f"${i}" for i in range(1, len(numbers) + 1))
     instruction = f"stmatrix.sync.aligned.m8n8.x{len(numbers)}.shared.b16 [$0], {{{words}}};"
     values = [utils.bitcast(x, integer()) for x in numbers]
@@ -279,9 +264,6 @@ def _store(pointer: Value, first: Value, numbers: list[Value], after: int = 0) -
 
 def _load(pointer: Value, first: Value) -> list[Value]:
     """Load values of four matrices that another thread may have stored."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-
     instruction = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
     words = inline_ptx(
         instruction, address_of(pointer, first), result_types=[integer()] * 4,

@@ -12,7 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK, WARP
@@ -78,8 +82,6 @@ def _with_registers(x: Fragments, registers: Any) -> Fragments:
 
 
 def _exchange_in_warp(ctx: object, x: Fragments, *, size: int) -> Fragments:
-    from jax.experimental.mosaic.gpu import utils
-
     del ctx
     registers = _registers(x)
     if size == EIGHT:
@@ -93,10 +95,6 @@ def _exchange_in_warp(ctx: object, x: Fragments, *, size: int) -> Fragments:
 def _exchange_warps(
     ctx: object, x: Fragments, scratch: Value, *, warps: int, uniform: bool
 ) -> Fragments:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
     del ctx
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     registers = _registers(x)
@@ -134,10 +132,6 @@ def store_row(ref: Ref, x: jax.Array, *, interpret: bool) -> None:
 
 
 def _store_row(ctx: object, ref: Value, x: Fragments) -> None:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
     del ctx
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     column = arith.muli(arith.remui(utils.thread_idx(), utils.c(4, i32)), utils.c(2, i32))
@@ -178,10 +172,6 @@ def _flipped(x: jax.Array, size: int) -> jax.Array:
 def _other_rows(
     ctx: object, x: Fragments, scratch: Value, *, sizes: Sequence[int]
 ) -> list[Fragments]:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
     del ctx
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     packed = ir.VectorType.get((4,), i32)
@@ -229,10 +219,6 @@ def odd_rows(x: jax.Array, y: jax.Array | None, size: int, *, interpret: bool) -
 
 def _odd_rows(ctx: object, x: Fragments, y: Fragments | None = None, *, warps: int) -> Fragments:
     """Choose words: 16-bit values would be chosen one by one."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
     del ctx
     i32 = ir.IntegerType.get_signless(32)
     bit = arith.andi(utils.thread_idx(), utils.c(WARP * warps, i32))
@@ -260,10 +246,6 @@ def other_triangle(x: jax.Array, size: int, scratch: Ref, *, interpret: bool) ->
 
 
 def _other_triangle(ctx: object, x: Fragments, scratch: Value, *, warps: int) -> Fragments:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref, vector
-
     del ctx
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     x.store_untiled(scratch, optimized=False)
@@ -305,8 +287,6 @@ def block_products(
 
 def _products(ctx: object, x: Fragments, y: Fragments, init: Fragments | None = None) -> Fragments:
     """A register of the right operand holds columns of eight rows: rows of `y`, as it is."""
-    from jaxlib.mlir.dialects import vector
-
     del ctx
     x_registers, y_registers = _registers(x), _registers(y)
     sums: list[list[Value] | None] = [None, None]
@@ -367,17 +347,11 @@ def _apply(flags: tuple[bool, ...], ctx: object, *operands: Fragments) -> Fragme
 
 
 def _as_word(register: Value) -> Value:
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-
     return utils.bitcast(register, ir.IntegerType.get_signless(32))
 
 
 def _transposed(register: Value) -> Value:
     """Transpose eight rows and columns of a warp."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
     i32 = ir.IntegerType.get_signless(32)
     instruction = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return llvm.inline_asm(i32, [_as_word(register)], instruction, "=r,r", has_side_effects=False)
@@ -387,10 +361,6 @@ def _multiply_add(
     like: Fragments, left: list[Value], right: list[Value], sums: list[Value] | None
 ) -> list[Value]:
     """`sums + left right` of 16 x 16 times 16 x 8, four values to a thread."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
     f32 = ir.F32Type.get()
     kind = str(like.mlir_dtype)
     if sums is None:
@@ -410,10 +380,6 @@ def _multiply_add(
 
 def _accumulated(like: Fragments, sums: list[Any], width: int) -> Fragments:
     """The array `[C, width]` whose blocks of eight columns a warp summed."""
-    import numpy as np
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty((len(sums), 2), dtype=object)
     for at, values in enumerate(sums):
