@@ -168,7 +168,7 @@ def test_programs_of_small_heads_have_two_where_multiprocessors_have(heads, size
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, size), "bfloat16") for size in sizes)
     shape = KernelShape.of(q=q, v=v, gate="none", delta=False)
     plan = program.Plan(shape=shape, interpret=False, **options)
-    assert plan.side_by_side == wanted
+    assert plan.config.items == wanted
 
 
 @pytest.mark.parametrize(

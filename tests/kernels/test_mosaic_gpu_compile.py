@@ -5,7 +5,7 @@ import re
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deltanet_jax.kernels.mosaic_gpu import chunk_inverses, support
+from deltanet_jax.kernels.mosaic_gpu import support, tuning
 from tests.kernels.compiling import CALLS, MANY, NEEDED, OTHER_SMS, SMS, STEPS, Call, lower
 
 pytestmark = NEEDED
@@ -86,7 +86,10 @@ def test_persistent_kernels_have_one_wave_of_thread_blocks(sms, monkeypatch):
     monkeypatch.setattr(plgpu, "Mesh", spy_on_mesh)
     lower(Call(MANY, "gated-delta"), sms)
     assert meshes[-1] == (sms,)  # of `chunk_gradients`
-    assert grids["chunk_inverses"] == (chunk_inverses.RESIDENTS[128] * sms,)
+    residents = {
+        row.key_dim: row.config.residents for row in tuning.ROWS if row.kernel == "chunk_inverses"
+    }
+    assert grids["chunk_inverses"] == (residents[128] * sms,)
     lower(Call(MANY, "kda"), sms)
     assert grids["decayed_chunks"] == (sms,)
 

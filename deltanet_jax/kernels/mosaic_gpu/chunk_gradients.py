@@ -406,7 +406,7 @@ def _body(
 ) -> None:
     own_barriers = plan.arrivals.among(barriers)
     out = out._replace(**_in_place(planes))
-    role = lax.axis_index("role")
+    role, registers = lax.axis_index("role"), plan.config.registers
 
     def walk(work: Callable[[Scratch, Barriers, Place], None], *, loads: bool = False) -> None:
         program = lax.axis_index("program")
@@ -429,20 +429,20 @@ def _body(
 
     @pl.when(role == 0)
     def _() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         walk(functools.partial(_query_step, plan, out))
         plgpu.barrier_wait(own_barriers.free)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 1)
     def _() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(registers[1], action="increase")
         walk(functools.partial(_key_step, plan, out))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 2)
     def _() -> None:
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(registers[2], action="decrease")
         walk(functools.partial(_load, plan, refs, planes), loads=True)
         own = own_barriers
         for freed in (own.freed_values, own.freed_state, own.freed_keys):

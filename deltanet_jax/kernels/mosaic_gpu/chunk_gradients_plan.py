@@ -13,7 +13,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.gate_vectors import GateParts
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
-from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
+from deltanet_jax.kernels.mosaic_gpu.tuning import Config, config_of, sm_count
 
 __all__ = ["Barriers", "Inputs", "Place", "Plan", "Results", "Scratch", "scratch_of"]
 
@@ -27,6 +27,11 @@ class Plan:
     scale: float
 
     @property
+    def config(self) -> Config:
+        """How the kernel runs."""
+        return config_of("chunk_gradients", self.shape)
+
+    @property
     def stride(self) -> int:
         """Stride of the chunks whose state is stored."""
         return state_planes.stride(self.shape)
@@ -38,11 +43,11 @@ class Plan:
 
     @property
     def key_block(self) -> int:
-        return min(self.shape.key_dim, 128)
+        return min(self.shape.key_dim, self.config.width)
 
     @property
     def value_block(self) -> int:
-        return min(self.shape.value_dim, 128)
+        return min(self.shape.value_dim, self.config.width)
 
     @property
     def key_blocks(self) -> int:

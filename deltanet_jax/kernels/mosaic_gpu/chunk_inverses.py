@@ -36,7 +36,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
-from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
+from deltanet_jax.kernels.mosaic_gpu.tuning import config_of, sm_count
 
 __all__ = [
     "InverseTiles",
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 HALF = triangular.PAIR
-RESIDENTS = {64: 6, 128: 5, 256: 3}  # programs that share a multiprocessor, by the size of keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,8 @@ class Plan:
     @property
     def programs(self) -> int:
         """Thread blocks of the persistent kernel: as many as the SMs hold at once."""
-        programs = 2 if self.interpret else RESIDENTS[self.shape.key_dim] * sm_count()
-        return min(self.items, programs)
+        residents = config_of("chunk_inverses", self.shape).residents
+        return min(self.items, 2 if self.interpret else residents * sm_count())
 
 
 class Inputs(NamedTuple):

@@ -30,7 +30,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.chunk_inverses import InverseTiles
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
-from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
+from deltanet_jax.kernels.mosaic_gpu.tuning import config_of, sm_count
 
 __all__ = ["SLICE", "SWIZZLE", "DecayedChunks", "decayed_chunks", "types_of"]
 
@@ -57,11 +57,7 @@ class Plan:
     @property
     def warpgroups(self) -> int:
         """Warpgroups of a thread block, which is alone on its SM."""
-        # A thread of three has 168 registers, of two 255. The overlaps and the inverse need more
-        # than 168: at (8, 4096, 16, 128) three spilled over 400 bytes and took 0.637 ms on an
-        # H200 where two took 0.484; two take 0.402, or less, since the inverse needs less.
-        # Without them three spill 8 bytes and take 0.257.
-        return 2 if self.shape.delta else 3
+        return config_of("decayed_chunks", self.shape).warpgroups
 
     @property
     def programs(self) -> int:

@@ -21,13 +21,12 @@ from deltanet_jax.core.problem import GateKind
 from deltanet_jax.kernels.mosaic_gpu.blocks import launches, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
-from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
+from deltanet_jax.kernels.mosaic_gpu.tuning import config_of, sm_count
 
 __all__ = ["advance"]
 
 WARPS, LANES = 4, 32  # of a thread block
 VECTOR = 4  # floats in one access
-WIDE, NARROW = 32, 16  # columns of a thread block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,9 @@ class Plan:
     @property
     def width(self) -> int:
         """Wide parts of rows, unless that would leave SMs without a thread block."""
-        wide = self.shape.batch * self.shape.heads * self.shape.value_dim // WIDE
-        return NARROW if wide < sm_count() else WIDE
+        wide = config_of("decode", self.shape, full=True).width
+        programs = self.shape.batch * self.shape.heads * self.shape.value_dim // wide
+        return config_of("decode", self.shape, full=programs >= sm_count()).width
 
     @property
     def part(self) -> tuple[int, int]:

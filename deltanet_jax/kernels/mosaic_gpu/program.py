@@ -21,7 +21,7 @@ from deltanet_jax.kernels.mosaic_gpu import pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
-from deltanet_jax.kernels.mosaic_gpu.tuning import sm_count
+from deltanet_jax.kernels.mosaic_gpu.tuning import Config, config_of, sm_count
 
 __all__ = [
     "WIDTH",
@@ -30,8 +30,8 @@ __all__ = [
     "Place",
     "Plan",
     "Turns",
-    "are_few",
     "fill_rounds",
+    "fills",
     "launch",
     "plane",
 ]
@@ -57,31 +57,21 @@ class Plan:
         return 1 if self.shape.vector_gate else self.shape.group
 
     @property
-    def columns(self) -> int:
-        """Consumer warpgroups of an item, each on WIDTH columns of V.
-
-        Shared memory holds the state and two stages of one warpgroup at K = 256. Where thread
-        blocks are few, a warpgroup alone on its SM is faster.
-        """
-        alone = self.shape.key_dim > 128 or WIDTH in (self.shape.value_dim, self.map_dim)
-        return 1 if alone or are_few(self.shape, self.shape.value_dim + self.map_dim) else 2
+    def config(self) -> Config:
+        """How the kernel runs."""
+        kernel = "state_maps" if self.map_dim else "run_states"
+        if self.reverse:
+            kernel = "reverse_states"
+        full = fills(self.shape, self.shape.value_dim + self.map_dim)
+        return config_of(kernel, self.shape, save=self.save, full=full)
 
     @property
     def slices(self) -> int:
-        return (self.shape.value_dim + self.map_dim) // (self.columns * WIDTH)
+        return (self.shape.value_dim + self.map_dim) // (self.config.columns * WIDTH)
 
     @property
     def items(self) -> int:
         return self.shape.batch * self.shape.heads * self.slices
-
-    @property
-    def side_by_side(self) -> int:
-        """Items of a thread block: four warpgroups can divide an SM unevenly, two blocks cannot."""
-        small = (self.shape.key_dim, self.columns) == (64, 1)
-        # With the delta rule and a vector gate, shared memory does not hold two with the
-        # residuals for the backward, nor two of the backward.
-        small &= not (self.shape.vector_gate and self.shape.delta and (self.save or self.reverse))
-        return 2 if small and self.items > sm_count() else 1
 
     @property
     def stride(self) -> int:
@@ -90,7 +80,7 @@ class Plan:
 
     def own_tile(self, *shape: int) -> Ref:
         """Return the type of a tile that every consumer warpgroup has."""
-        return smem.tile(self.side_by_side * self.columns, *shape, dtype=self.shape.dtype)
+        return smem.tile(self.config.items * self.config.columns, *shape, dtype=self.shape.dtype)
 
     @property
     def rows(self) -> tuple[Any, ...]:
@@ -100,7 +90,7 @@ class Plan:
     @property
     def key_blocks(self) -> tuple[Any, ...]:
         """The blocks of columns of the transposed state."""
-        width = 128 if (self.shape.key_dim, self.columns) == (128, 1) else 64
+        width = self.config.width
         return tuple(pl.ds(i, width) for i in range(0, self.shape.key_dim, width))
 
     @property
@@ -119,33 +109,8 @@ class Plan:
 
     @property
     def score_tiles(self) -> int:
-        """Tiles for `tril(D * (q k^T))` where it is computed; shared memory has one at K = 256."""
-        if self.map_dim or self.shape.vector_gate:
-            return 0
-        return 2 if self.shape.key_dim <= 128 else 1
-
-    @property
-    def stages(self) -> int:
-        """Chunks of an item in shared memory, which has two items at K = V = 64."""
-        roomy = (self.shape.key_dim, self.columns) in ((128, 1), (64, 2))
-        roomy |= self.shape.key_dim == 128 and not self.save and not self.reverse
-        return 3 if roomy and not self.shape.vector_gate else 2
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers per thread of a consumer and of a producer warpgroup.
-
-        The sum over warpgroups is at most 512 (504 for three).
-        """
-        if self.side_by_side == 2:
-            return 168, 88
-        if self.map_dim:
-            return 232, 40
-        if self.columns == 1:
-            # All that a thread can have is slower but where 248 would spill.
-            full = self.shape.key_dim == 256 and self.shape.scalar_gate and self.save
-            return 256 if full else 248, 152
-        return 200, 104
+        """Tiles for `tril(D * (q k^T))` where it is computed."""
+        return 0 if self.map_dim or self.shape.vector_gate else self.config.scores
 
 
 class Inputs(NamedTuple):
@@ -225,9 +190,9 @@ class Turns(NamedTuple):
     stored: Callable[[Any], None] = lambda i: None  # the outputs of the chunk before are
 
 
-def are_few(shape: Shape, columns: int) -> bool:
-    """Whether thread blocks of two consumers would leave half of the SMs without one."""
-    return shape.batch * shape.heads * columns // (2 * WIDTH) <= sm_count() // 2
+def fills(shape: Shape, columns: int) -> bool:
+    """Whether each head's columns have more consumer warpgroups than there are SMs."""
+    return shape.batch * shape.heads * columns // WIDTH > sm_count()
 
 
 def fill_rounds(programs: int) -> bool:
@@ -238,13 +203,13 @@ def fill_rounds(programs: int) -> bool:
 
 def _stages(plan: Plan, inputs: Inputs) -> Inputs:
     """Return the types of the tiles of all stages."""
-    shape, stages = plan.shape, plan.side_by_side * plan.stages
+    shape, stages = plan.shape, plan.config.items * plan.config.stages
     tile = functools.partial(smem.tile, dtype=shape.dtype)
     keys, pairs = tile(stages, CHUNK, shape.key_dim), tile(stages, CHUNK, CHUNK)
-    values = tile(stages, plan.columns, CHUNK, WIDTH)
+    values = tile(stages, plan.config.columns, CHUNK, WIDTH)
     scores = pairs if shape.vector_gate and not plan.map_dim else None
     if plan.score_tiles:
-        scores = tile(plan.side_by_side * plan.score_tiles, CHUNK, CHUNK)
+        scores = tile(plan.config.items * plan.score_tiles, CHUNK, CHUNK)
 
     def vector(x: jax.Array | None, size: int = CHUNK) -> Ref:
         return None if x is None else plgpu.SMEM((stages, size), jnp.float32)
@@ -282,24 +247,28 @@ def _seat(plan: Plan) -> Index:
 
     Recomputed wherever it is needed, see `lanes.zero`.
     """
-    if plan.side_by_side == 1:
+    if plan.config.items == 1:
         return 0
-    return lax.rem(lax.axis_index("role"), plan.side_by_side)
+    return lax.rem(lax.axis_index("role"), plan.config.items)
 
 
 def _item(plan: Plan) -> Index:
-    return lax.axis_index("program") * plan.side_by_side + _seat(plan)
+    return lax.axis_index("program") * plan.config.items + _seat(plan)
 
 
 def _place(plan: Plan) -> tuple[Index, Index, Index]:
     """Batch, head and first columns of V of this warpgroup's item."""
     head, part = lax.div(_item(plan), plan.slices), lax.rem(_item(plan), plan.slices)
-    return lax.div(head, plan.shape.heads), lax.rem(head, plan.shape.heads), part * plan.columns
+    return (
+        lax.div(head, plan.shape.heads),
+        lax.rem(head, plan.shape.heads),
+        part * plan.config.columns,
+    )
 
 
 def _column(plan: Plan) -> Index:
     """Return the place of this warpgroup's columns of V among those of its item."""
-    return lax.rem(lax.axis_index("role"), plan.columns)
+    return lax.rem(lax.axis_index("role"), plan.config.columns)
 
 
 def plane(plan: Plan) -> Index:
@@ -309,7 +278,7 @@ def plane(plan: Plan) -> Index:
 
 def _stage(plan: Plan, i: Index) -> Index:
     """Return the pipeline stage of the i-th chunk of this warpgroup's item."""
-    return _seat(plan) * plan.stages + lax.rem(i, plan.stages)
+    return _seat(plan) * plan.config.stages + lax.rem(i, plan.config.stages)
 
 
 def _score_tile(plan: Plan, i: Index) -> Index:
@@ -330,7 +299,7 @@ def _load(plan: Plan, refs: Inputs, stages: Inputs, loaded: Ref, i: Index) -> No
     of_tokens, of_chunks = _loads(refs, stages)
     for source, tile in of_tokens:
         copy(source, tile, batch, tokens, lax.div(head, plan.group))
-    for j in range(plan.columns):
+    for j in range(plan.config.columns):
         # A map has no values; it loads some and drops them.
         start = lax.rem((first + j) * WIDTH, plan.shape.value_dim)
         copy(refs.values, stages.values, batch, tokens, head, pl.ds(start, WIDTH), part=(j,))
@@ -342,7 +311,7 @@ def _serve(
     plan: Plan, load: Callable[[Index], None], stages: Inputs, loaded: Ref, ready: Ref, freed: Ref
 ) -> None:
     """Produce: load every chunk and compute its scores."""
-    ahead = plan.stages - 1
+    ahead = plan.config.stages - 1
 
     def pair(i: Index) -> None:
         stage = _stage(plan, i)
@@ -384,14 +353,14 @@ def _body(
     freed: Ref,
     end: Ref,
 ) -> None:
-    role, computing = lax.axis_index("role"), plan.side_by_side * plan.columns
+    role, computing = lax.axis_index("role"), plan.config.items * plan.config.columns
     # The last thread block may have one item fewer.
-    present = _item(plan) < plan.items if plan.items % plan.side_by_side else True
+    present = _item(plan) < plan.items if plan.items % plan.config.items else True
     load = functools.partial(_load, plan, refs, stages, loaded)
 
     @pl.when(role < computing)
     def _() -> None:
-        plgpu.set_max_registers(plan.registers[0], action="increase")
+        plgpu.set_max_registers(plan.config.registers[0], action="increase")
 
         def wait(i: Index) -> tuple[Inputs, Own]:
             stage = _stage(plan, i)
@@ -424,7 +393,7 @@ def _body(
 
     @pl.when(role >= computing)
     def _() -> None:
-        plgpu.set_max_registers(plan.registers[1], action="decrease")
+        plgpu.set_max_registers(plan.config.registers[1], action="decrease")
         pl.when(present)(lambda: _serve(plan, load, stages, loaded, ready, freed))
         # Producers stay: a warpgroup that leaves while another still multiplies faults.
         plgpu.barrier_wait(end)
@@ -457,9 +426,9 @@ def launch(
     Returns:
         The results, in the record of `outputs`.
     """
-    computing, items = plan.side_by_side * plan.columns, plan.side_by_side
+    computing, items = plan.config.items * plan.config.columns, plan.config.items
     stages = _stages(plan, inputs)
-    copies = sum(map(len, _loads(inputs, stages))) + plan.columns
+    copies = sum(map(len, _loads(inputs, stages))) + plan.config.columns
     return launches.launch(
         name,
         functools.partial(_body, plan, walk),
@@ -467,9 +436,9 @@ def launch(
         outputs,
         own,
         stages,
-        plgpu.Barrier(num_arrivals=copies, num_barriers=items * plan.stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=items * plan.config.stages),
         plgpu.Barrier(num_barriers=items * (plan.score_tiles or 1)),
-        plgpu.Barrier(num_arrivals=plan.columns, num_barriers=items * plan.stages),
+        plgpu.Barrier(num_arrivals=plan.config.columns, num_barriers=items * plan.config.stages),
         plgpu.Barrier(num_arrivals=computing),
         programs=-(-plan.items // items),
         warpgroups=computing + items,

@@ -34,17 +34,15 @@ from deltanet_jax.kernels.mosaic_gpu.program import (
     Results,
     Turns,
     Walk,
-    are_few,
     fill_rounds,
+    fills,
 )
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
+from deltanet_jax.kernels.mosaic_gpu.tuning import Config, config_of, find_config
 
 __all__ = ["covers", "launch"]
 
 SERVERS = 2  # producer warpgroups, and consumer warpgroups
-KEYS, VALUES = 4, 3  # chunks of `k` and of `v` in shared memory
-# Registers per thread of a consumer and of a producer warpgroup, by K = V.
-REGISTERS = {128: (184, 72), 64: (168, 88)}
 
 
 def covers(shape: Shape, *, save: bool) -> bool:
@@ -53,19 +51,17 @@ def covers(shape: Shape, *, save: bool) -> bool:
     The inverse is then computed by the only thread block that reads it, with tiles in bfloat16.
     Residuals for the backward need more registers than two warpgroups leave.
     """
-    square = shape.key_dim == shape.value_dim and shape.key_dim in REGISTERS
-    if save or not square or shape.dtype != jnp.bfloat16:
+    full = fills(shape, shape.value_dim)
+    config = find_config("run_states_fused", shape, save=save, full=full)
+    if config is None or shape.dtype != jnp.bfloat16:
         return False
-    if shape.key_dim == 128:
-        return not are_few(shape, shape.value_dim)
-    # Thread blocks without inverses share an SM there, and so end more evenly.
-    programs, odd = divmod(shape.batch * shape.heads, SERVERS * WIDTH // shape.value_dim)
-    return not odd and fill_rounds(programs)
+    programs, odd = divmod(shape.batch * shape.heads, config.items)
+    # Without inverses two thread blocks share an SM where two items do here, and end more evenly.
+    return config.items == 1 or (not odd and fill_rounds(programs))
 
 
-def _heads(plan: Plan) -> int:
-    """Count the heads of a thread block."""
-    return SERVERS // plan.columns
+def _config(plan: Plan) -> Config:
+    return config_of("run_states_fused", plan.shape)
 
 
 class Barriers(NamedTuple):
@@ -82,22 +78,23 @@ class Barriers(NamedTuple):
 
 def _place(plan: Plan, number: Index) -> tuple[Index, Index]:
     """Batch and head of a chunk, or of a warpgroup of those that have a head each."""
-    heads = _heads(plan)
+    heads = _config(plan).items
     head = lax.axis_index("program") * heads + lax.rem(number, heads)
     return lax.div(head, plan.shape.heads), lax.rem(head, plan.shape.heads)
 
 
 def _stages(plan: Plan, inputs: Inputs) -> Inputs:
     """Return the types of the tiles of all stages."""
+    config = _config(plan)
     tile = functools.partial(smem.tile, dtype=plan.shape.dtype)
 
     def vector(x: jax.Array | None) -> Ref:
-        return None if x is None else plgpu.SMEM((KEYS, CHUNK), jnp.float32)
+        return None if x is None else plgpu.SMEM((config.stages, CHUNK), jnp.float32)
 
     return Inputs(
-        v=tile(VALUES, SERVERS, CHUNK, WIDTH),
+        v=tile(config.value_stages, SERVERS, CHUNK, WIDTH),
         q=tile(SERVERS, CHUNK, plan.shape.key_dim),
-        k=tile(KEYS, CHUNK, plan.shape.key_dim),
+        k=tile(config.stages, CHUNK, plan.shape.key_dim),
         inverse=chunk_inverses.inverse_tiles(plan.shape.dtype, SERVERS),
         beta=vector(inputs.beta),
         b=vector(inputs.b),
@@ -114,21 +111,23 @@ def _vectors(x: Inputs) -> Inputs:
 
 
 def _barriers(plan: Plan, vectors: int) -> Barriers:
-    every = functools.partial(plgpu.Barrier, num_arrivals=plan.columns)
+    config = _config(plan)
+    every = functools.partial(plgpu.Barrier, num_arrivals=plan.config.columns)
     return Barriers(
         applied=every(num_barriers=SERVERS),
         end=plgpu.Barrier(num_arrivals=SERVERS),
         freed=every(num_barriers=SERVERS),
-        k=plgpu.Barrier(num_arrivals=1 + vectors, num_barriers=KEYS),
+        k=plgpu.Barrier(num_arrivals=1 + vectors, num_barriers=config.stages),
         q=plgpu.Barrier(num_barriers=SERVERS),
         ready=plgpu.Barrier(num_barriers=SERVERS),
-        v=plgpu.Barrier(num_barriers=SERVERS * VALUES),
+        v=plgpu.Barrier(num_barriers=SERVERS * config.value_stages),
     )
 
 
 def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server: Index) -> None:
     """Produce: load `q` and `k` of every other chunk, and prepare its inverse and scores."""
-    heads = _heads(plan)
+    config = _config(plan)
+    heads = config.items
     chunks = plan.shape.chunks * heads
 
     def load(source: Ref, tiles: Ref, loaded: Ref, i: Index, stage: Index) -> None:
@@ -140,7 +139,7 @@ def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server:
     load_query = functools.partial(load, refs.q, stages.q, barriers.q)
 
     def load_keys(i: Index) -> None:
-        stage = lax.rem(i, KEYS)
+        stage = lax.rem(i, config.stages)
         load(refs.k, stages.k, barriers.k, i, stage)
         batch, head = _place(plan, i)
         for vector, tiles in zip(_vectors(refs), _vectors(stages), strict=True):
@@ -154,7 +153,7 @@ def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server:
         server = lax.axis_index("role") - SERVERS
         inverse = launches.at(stages.inverse, lambda: server)
         i = SERVERS * turn + server
-        stage = lax.rem(i, KEYS)
+        stage = lax.rem(i, config.stages)
 
         plgpu.barrier_wait(barriers.k.at[stage])
         tile = launches.at(_vectors(stages)._replace(k=stages.k), lambda: stage)
@@ -170,7 +169,7 @@ def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server:
             @pl.when(turn > 0)
             def _() -> None:
                 plgpu.barrier_wait(barriers.freed.at[server])
-                following = i - SERVERS + KEYS
+                following = i - SERVERS + config.stages
                 pl.when(following < chunks)(lambda: load_keys(following))
 
         x = chunk_inverses.minus_overlaps(tile.k, tile.beta, tile.b, tile.b_column, load_queries)
@@ -182,7 +181,7 @@ def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.ready.at[server])
 
-    for i in range(0, KEYS, SERVERS):
+    for i in range(0, config.stages, SERVERS):
         pl.when(server + i < chunks)(functools.partial(load_keys, server + i))
     pl.when(server < chunks)(lambda: load_query(server, server))
     turns = lax.div(chunks + SERVERS - 1 - server, SERVERS)
@@ -202,21 +201,22 @@ def _turns(
 ) -> Turns:
     """Return the pipeline of one consumer warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
-    heads = _heads(plan)
+    config = _config(plan)
+    heads = config.items
 
     def number(i: Index) -> Index:
         return i * heads + lax.rem(role, heads)
 
     def values(i: Index) -> tuple[Ref, Ref]:
-        stage = lax.rem(i, VALUES)
-        return stages.v.at[stage, role], barriers.v.at[role * VALUES + stage]
+        stage = lax.rem(i, config.value_stages)
+        return stages.v.at[stage, role], barriers.v.at[role * config.value_stages + stage]
 
     def load(i: Index) -> None:
         source = refs.v.at[batch, pl.ds(i * CHUNK, CHUNK), head, columns]
         plgpu.copy_gmem_to_smem(source, *values(i))
 
     def wait(i: Index) -> tuple[Inputs, Own]:
-        stage, server = lax.rem(number(i), KEYS), lax.rem(number(i), SERVERS)
+        stage, server = lax.rem(number(i), config.stages), lax.rem(number(i), SERVERS)
         v, loaded = values(i)
         plgpu.barrier_wait(barriers.k.at[stage])
         plgpu.barrier_wait(barriers.q.at[server])
@@ -230,10 +230,10 @@ def _turns(
         return barrier.at[lax.rem(number(i), SERVERS)]
 
     def stored(i: Index) -> None:
-        ahead = i + VALUES - 1
+        ahead = i + config.value_stages - 1
         pl.when(jnp.logical_and(i > 0, ahead < plan.shape.chunks))(lambda: load(ahead))
 
-    for i in range(min(VALUES, plan.shape.chunks)):
+    for i in range(min(config.value_stages, plan.shape.chunks)):
         load(i)
     return Turns(
         wait,
@@ -248,13 +248,13 @@ def _turns(
 def _body(
     plan: Plan, walk: Walk, refs: Inputs, out: Any, stages: Inputs, barriers: Barriers
 ) -> None:
-    role, registers = lax.axis_index("role"), REGISTERS[plan.shape.key_dim]
+    role, registers = lax.axis_index("role"), _config(plan).registers
 
     @pl.when(role < SERVERS)
     def _() -> None:
         plgpu.set_max_registers(registers[0], action="increase")
         batch, head = _place(plan, role)
-        place = Place(batch, head, pl.ds(lax.rem(role, plan.columns) * WIDTH, WIDTH))
+        place = Place(batch, head, pl.ds(lax.rem(role, plan.config.columns) * WIDTH, WIDTH))
         turns = _turns(plan, refs, stages, barriers, place, role)
         walk(plan, refs, out, Own, turns, place)
         plgpu.barrier_arrive(barriers.end)
@@ -277,7 +277,7 @@ def launch(
         outputs,
         _stages(plan, inputs),
         _barriers(plan, vectors),
-        programs=plan.shape.batch * plan.shape.heads // _heads(plan),
+        programs=plan.shape.batch * plan.shape.heads // _config(plan).items,
         warpgroups=2 * SERVERS,
         interpret=interpret,
     )
