@@ -1,17 +1,17 @@
 """The command line: `python -m deltanet_jax.convert --help`."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
-from deltanet_jax.convert.files import SHARD_BYTES, new_directory, read_config
+from deltanet_jax.convert.files import SHARD_BYTES, new_directory, read_config, refuse
 from deltanet_jax.convert.fla import load_fla, save_fla
+from deltanet_jax.convert.fla_config import DEFAULTS, wrong_type
 from deltanet_jax.convert.qwen3_next import load_qwen3_next
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
 
@@ -21,6 +21,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it did what was asked, 1 if it says why not."""
     options = _parser().parse_args(arguments)
+    # Orbax logs a traceback of every error that it raises.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         print(options.run(options))
     except (ImportError, OSError, ValueError) as error:
@@ -71,8 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> str:
-    kind = read_config(options.source).get("model_type")
-    if kind == "qwen3_next":
+    data = read_config(options.source)
+    refuse(options.source, wrong_type(data, (*DEFAULTS, "qwen3_next")))
+    if (kind := data["model_type"]) == "qwen3_next":
         if options.ignore:
             raise ValueError(f"`--ignore` is for flash-linear-attention's checkpoints; got {kind}")
         mixers = load_qwen3_next(options.source)
@@ -84,7 +87,8 @@ def _import(options: argparse.Namespace) -> str:
     from deltanet_jax.models.checkpoint import Checkpoints  # a further dependency
 
     model = load_fla(options.source, param_dtype=options.param_dtype, ignore=options.ignore)
-    with new_directory(options.target) as directory, Checkpoints(directory) as checkpoints:
+    size = sum(x.nbytes for x in _leaves(model))
+    with new_directory(options.target, size) as directory, Checkpoints(directory) as checkpoints:
         checkpoints.save(0, model)
     return f"{_described(model)}: {options.target}"
 
@@ -101,9 +105,13 @@ def _export(options: argparse.Namespace) -> str:
     return f"{_described(model)}: {options.target}"
 
 
+def _leaves(model: DeltaNetLM) -> list[jax.Array]:
+    leaves: list[jax.Array] = jax.tree.leaves(nnx.state(model))
+    return leaves
+
+
 def _described(model: DeltaNetLM) -> str:
-    leaves: list[Any] = jax.tree.leaves(nnx.state(model))
-    count = sum(int(np.prod(x.shape)) for x in leaves)
+    count = sum(x.size for x in _leaves(model))
     gate = "Gated DeltaNet" if model.config.gate == "scalar" else "DeltaNet"
     return f"{gate}, {model.config.num_layers} layers, {count:,} parameters"
 

@@ -15,6 +15,8 @@ from deltanet_jax.convert.files import (
     SHARD_BYTES,
     Tensor,
     compare,
+    enough_tensors,
+    matches,
     promoted_dtype,
     read_config,
     read_tensors,
@@ -23,7 +25,7 @@ from deltanet_jax.convert.files import (
     write_checkpoint,
 )
 from deltanet_jax.convert.fla_config import config_from_fla, config_to_fla
-from deltanet_jax.convert.names import fill, lazy_arrays, model_entries
+from deltanet_jax.convert.names import abstract, fill, lazy_arrays, model_entries
 from deltanet_jax.layers.checks import check_dtype
 from deltanet_jax.models.config import DeltaNetConfig
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
@@ -71,22 +73,21 @@ def load_fla(
     """
     path, patterns = Path(directory), tuple(ignore)
     data = without(read_config(path), patterns)
-    found, problems = read_tensors(path)
-    tensors = without(found, patterns)
+    tensors, problems = read_tensors(path, lambda name: not matches(name, patterns))
     kept = exact_dtype(tensors) if param_dtype is None else check_dtype("param_dtype", param_dtype)
     kept, rounded = check_x64(kept)
     problems += rounded
     computed = None if dtype is None else check_dtype("dtype", dtype).name
     config, options = config_from_fla(data, kept.name, computed)
     problems = options + problems
-    if config is None:
+    if config is not None:
+        problems += (scarce := enough_tensors(config.num_layers, tensors))
+    if config is None or scarce:
         refuse(path, problems)
         raise AssertionError("a config that is not known is a problem")
     tensors = _split_fused_gates(tensors, config)
     problems += _drop_tied_head(tensors, config)
-    model: DeltaNetLM = nnx.eval_shape(
-        lambda: DeltaNetLM(config, implementation=implementation, rngs=nnx.Rngs(0))
-    )
+    model = abstract(lambda: DeltaNetLM(config, implementation=implementation, rngs=nnx.Rngs(0)))
     entries = list(model_entries(config))
     refuse(path, problems + compare(lazy_arrays(model, entries, None), tensors))
     fill(model, entries, lambda name: tensors[name].read())

@@ -1,11 +1,16 @@
 """config.json of flash-linear-attention's `delta_net` and `gated_deltanet`, and our own config."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from deltanet_jax.convert.files import shown
+from deltanet_jax.core import checks
 from deltanet_jax.models.config import DeltaNetConfig
 
-__all__ = ["config_from_fla", "config_to_fla"]
+__all__ = ["check_fields", "config_from_fla", "config_to_fla", "wrong_type"]
+
+LARGEST = 2**31 - 1  # of a size, and of a product of two
 
 # Their defaults (0.6.0), of what shapes the model and of what only one value here can be.
 SHARED = {
@@ -36,7 +41,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attnres_block_size": (None,),
     "conv_bias": (False,),
     "norm_first": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
 }
+SIZES = (
+    *("hidden_size", "conv_size", "vocab_size", "num_heads", "num_hidden_layers", "head_dim"),
+    *("intermediate_size", "num_v_heads"),
+)
+RATIOS = ("hidden_ratio", "norm_eps", "expand_k", "expand_v")
+FLAGS = ("use_short_conv", "allow_neg_eigval", "tie_word_embeddings", "use_gate", "use_beta")
 # They say how it runs, is trained or is stored, not what it computes. `use_output_norm` is one:
 # the norm is there whatever it says.
 INERT = {
@@ -47,6 +60,17 @@ INERT = {
     *("max_position_embeddings", "model_type", "output_attentions", "output_hidden_states"),
     *("pad_token_id", "problem_type", "return_dict", "torch_dtype", "transformers_version"),
     *("use_cache", "use_l2warp", "use_output_norm"),
+    # What every config of transformers can hold, above all for sampling.
+    *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "bad_words_ids"),
+    *("attn_implementation", "begin_suppress_tokens", "cross_attention_hidden_size"),
+    *("decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping"),
+    *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task"),
+    *("forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "is_decoder"),
+    *("length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+    *("num_beams", "num_return_sequences", "output_scores", "prefix", "remove_invalid_values"),
+    *("repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens"),
+    *("task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder"),
+    *("tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16"),
 }
 ARCHITECTURES = {"delta_net": "DeltaNetForCausalLM", "gated_deltanet": "GatedDeltaNetForCausalLM"}
 
@@ -55,22 +79,67 @@ def config_from_fla(
     data: Mapping[str, Any], param_dtype: str, dtype: str | None
 ) -> tuple[DeltaNetConfig | None, list[str]]:
     """Our config, and every option that it cannot have; `None` if not even the shapes are known."""
-    kind = data.get("model_type")
-    if kind not in DEFAULTS:
-        return None, [f"`model_type` must be one of {', '.join(DEFAULTS)}; got {kind!r}"]
+    if wrong := wrong_type(data, tuple(DEFAULTS)):
+        return None, wrong
+    kind = data["model_type"]
     defaults = DEFAULTS[kind]
+    said = {n: x for n, x in data.items() if x is not None}
     problems = [
-        f"`{name}` is {data[name]!r}, supported: {', '.join(map(repr, choices))}"
+        f"`{name}` is {shown(said[name])}, supported: {', '.join(map(repr, choices))}"
         for name, choices in CHOICES.items()
-        if name in data and data[name] not in choices
+        if name in said and said[name] not in choices
     ]
     known = defaults.keys() | CHOICES.keys() | INERT
-    problems += [f"`{n}` is an unknown option: {data[n]!r}" for n in sorted(data.keys() - known)]
+    problems += [
+        f"`{n}` is an unknown option: {shown(said[n])}" for n in sorted(said.keys() - known)
+    ]
+    theirs = defaults | {n: data[n] for n in defaults if n in data}
+    optional = ("hidden_ratio", *(n for n, x in defaults.items() if x is None))
+    if wrong := check_fields(theirs, SIZES, RATIOS, FLAGS, optional):
+        return None, problems + wrong
     try:
-        fields = _fields(kind, defaults | {n: data[n] for n in defaults if n in data})
-        return DeltaNetConfig(**fields, param_dtype=param_dtype, dtype=dtype), problems
-    except (TypeError, ValueError) as error:
+        return DeltaNetConfig(
+            **_fields(kind, theirs), param_dtype=param_dtype, dtype=dtype
+        ), problems
+    except ValueError as error:
         return None, [*problems, str(error)]
+
+
+def wrong_type(data: Mapping[str, Any], kinds: tuple[str, ...]) -> list[str]:
+    """Return what is wrong with the type of a model, if it is none of these."""
+    kind = data.get("model_type")
+    if isinstance(kind, str) and kind in kinds:
+        return []
+    wanted = kinds[0] if len(kinds) == 1 else f"one of {', '.join(kinds)}"
+    wrong = f"`model_type` must be {wanted}; got {shown(kind)}"
+    if isinstance(inner := data.get("text_config"), dict):
+        wrong += f", whose language model is in `text_config`: {shown(inner.get('model_type'))}"
+    return [wrong]
+
+
+def check_fields(
+    data: Mapping[str, Any],
+    sizes: Sequence[str],
+    ratios: Sequence[str],
+    flags: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> list[str]:
+    """Return what is wrong with the values of these keys, as far as `data` has them."""
+    kinds: list[tuple[Sequence[str], Callable[[str, object], object]]] = [
+        (sizes, partial(checks.whole, least=1, most=LARGEST)),
+        (ratios, partial(checks.number, above=0, most=LARGEST)),
+        (flags, checks.flag),
+    ]
+    problems = []
+    for names, check in kinds:
+        for name in names:
+            if name not in data or (data[name] is None and name in optional):
+                continue
+            try:
+                check(name, data[name])
+            except ValueError as error:
+                problems.append(str(error))
+    return problems
 
 
 def _fields(kind: str, theirs: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +180,7 @@ def _fields(kind: str, theirs: dict[str, Any]) -> dict[str, Any]:
 
 def _per_head(name: str, expand: float, hidden: int, heads: int) -> int:
     width = round(hidden * expand)
-    if abs(width - hidden * expand) > 1e-6 * width or width <= 0 or width % heads:
+    if abs(width - hidden * expand) > 1e-6 * width or width % heads or not 0 < width <= LARGEST:
         raise ValueError(
             f"`{name}` times `hidden_size` must be a multiple of `num_heads`; "
             f"got {expand!r} times {hidden}, and {heads}"

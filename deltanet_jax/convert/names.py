@@ -1,7 +1,7 @@
 """Names and layouts: which tensor of flash-linear-attention is which parameter here."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from deltanet_jax.convert.files import LazyArray
 from deltanet_jax.layers.options import LayerOptions
 from deltanet_jax.models.config import DeltaNetConfig
 
-__all__ = ["Entry", "fill", "lazy_arrays", "mixer_entries", "model_entries"]
+__all__ = ["Entry", "abstract", "fill", "lazy_arrays", "mixer_entries", "model_entries"]
 
+Made = TypeVar("Made", bound=nnx.Module)
 Path = tuple[str | int, ...]
 Relayout = Callable[[np.ndarray], np.ndarray]
 
@@ -87,22 +88,52 @@ def model_entries(config: DeltaNetConfig) -> Iterator[Entry]:
 
 
 def _parameters(module: nnx.Module) -> dict[Path, Any]:
+    return _flat(nnx.state(module))
+
+
+def _flat(state: nnx.State[Any, Any]) -> dict[Path, Any]:
     flat: dict[Path, Any] = traverse_util.flatten_dict(  # type: ignore[no-untyped-call]
-        nnx.to_pure_dict(nnx.state(module))
+        nnx.to_pure_dict(state)
     )
     return flat
 
 
+def abstract(make: Callable[[], Made]) -> Made:
+    """Make a module without its arrays.
+
+    Raises:
+        ValueError: If it would have arrays that no machine can hold.
+    """
+    try:
+        made: Made = nnx.eval_shape(make)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"config.json asks for arrays that are too large: {error}") from error
+    return made
+
+
 def fill(module: nnx.Module, entries: list[Entry], read: Callable[[str], np.ndarray]) -> None:
-    """Give an abstract module its parameters, each in the dtype that it has there."""
-    parameters = _parameters(module)
+    """Give an abstract module its parameters, each in the dtype that it has there.
+
+    Inside `jax.set_mesh` they go to the mesh, sharded by the logical axis rules.
+    """
+    state, parameters, mesh = nnx.state(module), _parameters(module), jax.sharding.get_mesh()
+    places = {} if mesh.empty else _flat(nnx.get_named_sharding(state, mesh))
     for entry in entries:
-        array = entry.layout.ours(read(entry.name))
-        parameters[entry.path] = jnp.asarray(array, parameters[entry.path].dtype)
-    state = nnx.state(module)
+        array = entry.layout.ours(read(entry.name)).astype(parameters[entry.path].dtype)
+        parameters[entry.path] = _placed(entry.name, array, places.get(entry.path))
     nested = traverse_util.unflatten_dict(parameters)  # type: ignore[no-untyped-call]
     nnx.replace_by_pure_dict(state, nested)
     nnx.update(module, state)
+
+
+def _placed(name: str, array: np.ndarray, place: jax.sharding.Sharding | None) -> jax.Array:
+    if place is None:
+        return jnp.asarray(array)
+    try:
+        placed: jax.Array = jax.device_put(array, place)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be sharded: {error}") from error
+    return placed
 
 
 def lazy_arrays(

@@ -1,5 +1,6 @@
 """The Gated DeltaNet mixers of Qwen3-Next, without its attention and its experts."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -16,13 +17,17 @@ from deltanet_jax.convert.files import (
     LazyArray,
     Tensor,
     compare,
+    enough_tensors,
     read_config,
     read_tensors,
     refuse,
+    shown,
     write_checkpoint,
 )
 from deltanet_jax.convert.fla import check_x64, exact_dtype
-from deltanet_jax.convert.names import fill, lazy_arrays, mixer_entries
+from deltanet_jax.convert.fla_config import check_fields, wrong_type
+from deltanet_jax.convert.names import abstract, fill, lazy_arrays, mixer_entries
+from deltanet_jax.core import checks
 from deltanet_jax.layers.checks import check_dtype
 from deltanet_jax.layers.delta_net import DeltaNet
 from deltanet_jax.layers.options import LayerOptions
@@ -45,6 +50,8 @@ FIXED = {
     "use_output_gate": True,
     "output_gate_activation": "silu",
 }
+SIZES = (*(n for n in NEEDED if n not in ("hidden_act", "rms_norm_eps")), "full_attention_interval")
+MOST_LAYERS = 10**5
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -98,6 +105,12 @@ def _prefix(layer: int) -> str:
     return f"model.layers.{layer}.linear_attn."
 
 
+def _layer_of(name: str) -> int | None:
+    """The layer of the mixer that a tensor belongs to, or `None` if it belongs to no mixer."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.linear_attn\.", name)
+    return None if found is None else int(found[1])
+
+
 def load_qwen3_next(
     directory: str | PathLike[str],
     *,
@@ -132,15 +145,15 @@ def load_qwen3_next(
     """
     path = Path(directory)
     options, chosen, problems = _read_options(read_config(path), layers)
-    found, wrong = read_tensors(path)
-    if options is None:
-        refuse(path, problems + wrong)
+    numbers = set(chosen)
+    tensors, wrong = read_tensors(path, lambda name: _layer_of(name) in numbers)
+    problems += wrong + (scarce := enough_tensors(len(numbers), tensors))
+    if options is None or scarce:
+        refuse(path, problems)
         raise AssertionError("options that are not known are a problem")
-    prefixes = tuple(_prefix(i) for i in chosen)
-    tensors = {n: t for n, t in found.items() if n.startswith(prefixes)}
     kept = exact_dtype(tensors) if param_dtype is None else check_dtype("param_dtype", param_dtype)
     kept, rounded = check_x64(kept)
-    problems += wrong + rounded
+    problems += rounded
 
     def make() -> DeltaNet:
         return DeltaNet(
@@ -151,7 +164,7 @@ def load_qwen3_next(
             rngs=nnx.Rngs(0),
         )
 
-    mixers: dict[int, DeltaNet] = {i: nnx.eval_shape(make) for i in chosen}
+    mixers = {i: abstract(make) for i in chosen}
     for i, mixer in mixers.items():
         wanted = _arrays(mixer, _prefix(i), None)
         problems += compare(wanted, {n: t for n, t in tensors.items() if n.startswith(_prefix(i))})
@@ -165,19 +178,25 @@ def _read_options(
     data: Mapping[str, Any], layers: Sequence[int] | None
 ) -> tuple[dict[str, Any] | None, list[int], list[str]]:
     """Options of the mixers, the layers that were asked for, and what is not supported."""
+    if problems := wrong_type(data, ("qwen3_next",)):
+        return None, [], problems
     problems = [f"config.json has no `{name}`" for name in NEEDED if name not in data]
-    if data.get("model_type") != "qwen3_next":
-        problems.insert(0, f"`model_type` must be qwen3_next; got {data.get('model_type')!r}")
+    problems += check_fields(data, SIZES, ("rms_norm_eps",))
+    kinds = data.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        problems.append(f"`layer_types` must be a list; got {shown(kinds)}")
+    count: Any = data.get("num_hidden_layers")
+    if isinstance(count, int) and count > MOST_LAYERS:
+        problems.append(f"`num_hidden_layers` must be at most {MOST_LAYERS}; got {count}")
     if problems:
         return None, [], problems
     if data["hidden_act"] != "silu":
-        problems.append(f"`hidden_act` is {data['hidden_act']!r}, supported: 'silu'")
-    count, every = data["num_hidden_layers"], data.get("full_attention_interval", 4)
-    kinds = data.get("layer_types") or [
-        FULL if (i + 1) % every == 0 else LINEAR for i in range(count)
-    ]
-    linear = [i for i, kind in enumerate(kinds) if kind == LINEAR]
-    chosen = linear if layers is None else list(layers)
+        problems.append(f"`hidden_act` is {shown(data['hidden_act'])}, supported: 'silu'")
+    if kinds:
+        linear = [i for i, kind in enumerate(kinds) if kind == LINEAR]
+    else:
+        linear = [i for i in range(count) if (i + 1) % data.get("full_attention_interval", 4)]
+    chosen = linear if layers is None else [checks.whole("layers", i, least=0) for i in layers]
     if missing := [i for i in chosen if i not in linear]:
         problems.append(f"`layers` must be among {linear}; got {missing}")
     key, value = data["linear_key_head_dim"], data["linear_value_head_dim"]

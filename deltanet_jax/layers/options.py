@@ -1,5 +1,6 @@
 """The options of a layer, checked once; every message names the argument."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -79,7 +80,7 @@ class LayerOptions:
                 f"got {self.num_v_heads} and {self.num_heads}"
             )
         wanted = self.width * self.expand_v
-        if wanted < 0.5 or abs(wanted - round(wanted)) > 1e-6:
+        if not 0.5 <= wanted < math.inf or abs(wanted - round(wanted)) > 1e-6:
             raise ValueError(
                 "`expand_v` times the head dim must be a positive whole number; "
                 f"got {self.expand_v!r} times {self.width}"

@@ -1,10 +1,13 @@
 """Parameters of every layer: named axes, no biases, one policy of dtypes."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import spmd
 from jax.typing import DTypeLike
 
 __all__ = ["EMBED", "HEADS", "MLP", "VOCAB", "parameter", "projection"]
@@ -18,9 +21,27 @@ LinearPrecision = (
 Names = tuple[str | None, ...]
 
 
+@dataclass(frozen=True)
+class _DefaultRules:
+    """Rules of a mesh for which none are given: no axis is sharded that the mesh does not name.
+
+    Flax takes a name without a rule for an axis of the mesh, and `nnx.eval_shape` then fails
+    inside `jax.set_mesh`. Rules that are given hold alone, so this is empty beside them.
+    """
+
+    def __bool__(self) -> bool:
+        given = spmd.get_logical_axis_rules()
+        return not given and not jax.sharding.get_abstract_mesh().empty
+
+    def __iter__(self) -> Iterator[tuple[str, str | None]]:
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        for name in (EMBED, HEADS, MLP, VOCAB):
+            yield name, name if name in axes else None
+
+
 def _metadata(names: Names) -> dict[str, Any]:
     # Sharding eagerly would make every construction without a mesh an error.
-    return {"out_sharding": names, "eager_sharding": False}
+    return {"out_sharding": names, "eager_sharding": False, "sharding_rules": _DefaultRules()}
 
 
 def parameter(value: jax.Array, names: Names) -> nnx.Param[jax.Array]:

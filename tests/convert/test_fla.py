@@ -126,6 +126,30 @@ def test_a_tied_head_may_be_stored_twice_if_it_is_the_same(tmp_path):
     assert "lm_head.weight" not in read(tmp_path / "back")
 
 
+def test_keys_that_change_nothing_are_accepted(tmp_path):
+    config = CONFIGS["delta_net"] | {
+        "_attn_implementation_autoset": False,
+        "is_decoder": True,
+        "max_length": 20,
+        "quantization_config": None,
+        "norm_first": None,
+        "pruned_heads": {},
+        "num_v_heads": None,
+    }
+    load_fla(write(tmp_path / "x", config, random_tensors("delta_net")))
+
+
+def test_ignored_tensors_may_be_of_any_dtype_or_elsewhere(tmp_path):
+    tensors = random_tensors("delta_net")
+    path = write(tmp_path / "x", CONFIGS["delta_net"], tensors | {"extra": np.zeros(2, np.uint8)})
+    assert load_fla(path, ignore=["extra"]).config.num_layers == 2
+    path = write(tmp_path / "y", CONFIGS["delta_net"], tensors, shards=2)
+    index = path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"] | {"extra": "missing.safetensors"}
+    index.write_text(json.dumps({"weight_map": places}))
+    assert load_fla(path, ignore=["extra"]).config.num_layers == 2
+
+
 def test_everything_wrong_is_in_one_error(tmp_path):
     tensors = random_tensors("gated_deltanet")
     tensors["model.layers.0.attn.D"] = np.zeros(4, np.float32)
@@ -166,7 +190,8 @@ def test_what_is_to_be_ignored_is_not_seen(tmp_path):
     [
         ({"model_type": "llama"}, "`model_type` must be one of delta_net, gated_deltanet"),
         ({"expand_k": 0.3}, "`expand_k` times `hidden_size`"),
-        ({"num_heads": None}, "NoneType"),
+        ({"num_heads": None}, "`num_heads` must be an integer in [1, 2147483647]; got None"),
+        ({"use_short_conv": "no"}, "`use_short_conv` must be True or False; got 'no'"),
         ({"qk_activation": "softmax"}, "`qk_activation` is 'softmax'"),
         ({"norm_first": True}, "`norm_first` is True"),
         ({"hidden_size": -16}, "-16"),
@@ -279,6 +304,15 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
         save_fla(model, tmp_path / "out", max_shard_bytes=700)
     assert len(written) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path, monkeypatch):
+    """The number of a process comes again, and used to be the whole name of the directory."""
+    monkeypatch.setattr(files.os, "getpid", lambda: 7)
+    (tmp_path / ".out.7.unfinished").mkdir()
+    for name in ("out", "again"):
+        save_fla(DeltaNetLM(OURS, rngs=nnx.Rngs(0)), tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == [".out.7.unfinished", "again", "out"]
 
 
 def test_what_exists_is_never_touched(tmp_path):

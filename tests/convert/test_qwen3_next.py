@@ -1,10 +1,13 @@
 """The mixers of Qwen3-Next: round trips, the order of fused rows, everything wrong at once."""
 
+import json
+
 import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from deltanet_jax import DeltaNet
 from deltanet_jax.convert import load_qwen3_next, save_qwen3_next
@@ -40,6 +43,21 @@ def test_their_tensors_come_back_bit_for_bit(tmp_path, shards):
         chex.assert_trees_all_equal(
             nnx.to_pure_dict(nnx.state(again[i])), nnx.to_pure_dict(nnx.state(layer))
         )
+
+
+def test_what_is_not_read_may_be_quantised_or_elsewhere(tmp_path):
+    tensors = random_tensors("qwen3_next")
+    others = {f"model.layers.0.mlp.{n}": np.zeros(2, n) for n in ("uint8", "int32", "bool")}
+    assert list(load_qwen3_next(write(tmp_path / "x", CONFIG, tensors | others))) == [0, 1, 2]
+    path = write(tmp_path / "y", CONFIG, tensors)
+    places = {n: f"layer{n.split('.')[2]}.safetensors" for n in tensors}
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    first = {n: x for n, x in tensors.items() if places[n] == "layer0.safetensors"}
+    save_file(first, path / "layer0.safetensors")
+    assert list(load_qwen3_next(path, layers=[0])) == [0]
+    with pytest.raises(ValueError, match=r"the file layer1\.safetensors of the index is missing"):
+        load_qwen3_next(path, layers=[0, 1])
 
 
 def test_16_bit_tensors_stay_16_bit(tmp_path):

@@ -240,6 +240,20 @@ def test_a_layer_is_made_inside_a_mesh_context(axis_type):
     np.testing.assert_array_equal(inside.q_proj.kernel[...], outside.q_proj.kernel[...])
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_layer_is_made_abstractly_inside_a_mesh_context(axis_type):
+    """Without rules no axis is sharded; names are kept for the rules that come later."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(axis_type, axis_type))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(make)
+        assert nnx.get_partition_spec(nnx.state(layer))["q_proj"]["kernel"].get_value() == (
+            PartitionSpec(None, None)
+        )
+    with nnx.logical_axis_rules(RULES):
+        spec = nnx.get_partition_spec(nnx.state(layer))["q_proj"]["kernel"].get_value()
+    assert spec == PartitionSpec(None, "model")
+
+
 def test_sharded_parameters_and_batch_give_the_same_numbers():
     if jax.device_count() < 4:
         pytest.skip("needs four devices (--xla_force_host_platform_device_count)")
