@@ -1,25 +1,103 @@
 """Norms of rows that neither overflow nor divide by zero."""
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from deltanet_jax.core.linear import linear_map
 from deltanet_jax.core.numerics import accumulation_dtype
 
-__all__ = ["l2_norm", "safe_factor"]
+__all__ = ["l2_norm", "safe_factor", "unit_rows"]
 
 L2_EPS = 1e-6
-# Rows with larger elements are scaled down, so that sums of their squares stay in float32.
-LARGE, FACTOR = 2.0**48, 2.0**-80
+# A power of two, so that nothing is rounded, by which squares stay in float32.
+SMALL = 2.0**-80
+FINITE = float(np.finfo(np.float32).max)
+LARGE = 2.0**48  # elements of rows whose sums are scaled
 
 
 def safe_factor(x: Float[Array, "*B K"]) -> Float[Array, "*B 1"]:
-    """Return what each row is multiplied by before it is squared: 1 unless it is large.
+    """Return what each row is multiplied by before it is summed: 1 unless it is large.
 
-    A power of two, so that nothing is rounded; it has no gradient.
+    It has no gradient.
     """
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1, keepdims=True, initial=0.0)
-    return jnp.where(largest > LARGE, FACTOR, 1.0).astype(x.dtype)
+    return jnp.where(largest > LARGE, SMALL, 1.0).astype(x.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def unit_rows(
+    x: Float[Array, "*B K"], scale: Float[Array, " K"] | None, eps: float
+) -> Float[Array, "*B K"]:
+    """`x / sqrt(sum(x^2) + eps) * scale` in the accumulation dtype, also where sums overflow.
+
+    For the backward pass the input is kept, in its own dtype, and two numbers a row.
+    """
+    return _unit_rows(x, scale, eps)[0]
+
+
+def _unit_rows(
+    x: jax.Array, scale: jax.Array | None, eps: float
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The result, and the two factors that made unit rows of `x`."""
+    wide = x.astype(accumulation_dtype(x))
+    # Two sums in one pass over the row; with a maximum first there would be two passes.
+    small = wide * SMALL
+    squares, small = (jnp.sum(y * y, axis=-1, keepdims=True) for y in (wide, small))
+    overflows = squares > FINITE
+    factor = jnp.where(overflows, SMALL, 1.0).astype(wide.dtype)
+    # Where the sum overflows no epsilon counts.
+    rate = jax.lax.rsqrt(jnp.where(overflows, small, squares + eps))
+    wide = wide * factor
+    unit = wide * rate
+    return (unit if scale is None else unit * scale.astype(unit.dtype)), (factor, rate)
+
+
+class _Row(NamedTuple):
+    """What the derivative reads; `unit = x * factor * rate`."""
+
+    x: jax.Array
+    scale: jax.Array | None
+    factor: jax.Array
+    rate: jax.Array
+
+    def unit(self) -> jax.Array:
+        return self.x.astype(self.rate.dtype) * self.factor * self.rate
+
+    def move(self, unit: jax.Array, dx: jax.Array) -> jax.Array:
+        """`dx` through the unit rows: `r (dx - y (y . dx))`, which is its own transpose."""
+        along = jnp.sum(unit * dx, axis=-1, keepdims=True)
+        return (dx - unit * along) * self.rate * self.factor
+
+
+@unit_rows.defjvp
+def _unit_rows_jvp(
+    eps: float, primals: tuple[jax.Array, Any], tangents: tuple[jax.Array, Any]
+) -> tuple[jax.Array, jax.Array]:
+    y, factors = _unit_rows(*primals, eps)
+    return y, linear_map(_tangent, _cotangents, _Row(*primals, *factors), tangents)
+
+
+def _tangent(row: _Row, moved: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+    dx, d_scale = moved
+    unit = row.unit()
+    dy = row.move(unit, dx.astype(unit.dtype))
+    if row.scale is None or d_scale is None:
+        return dy
+    return dy * row.scale.astype(dy.dtype) + unit * d_scale.astype(dy.dtype)
+
+
+def _cotangents(row: _Row, d_y: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    unit = row.unit()
+    if row.scale is None:
+        return row.move(unit, d_y).astype(row.x.dtype), None
+    d_scale = jnp.sum(unit * d_y, axis=tuple(range(unit.ndim - 1)))
+    dx = row.move(unit, d_y * row.scale.astype(d_y.dtype))
+    return dx.astype(row.x.dtype), d_scale.astype(row.scale.dtype)
 
 
 def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
@@ -32,8 +110,4 @@ def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
         Array([[0.6, 0.8],
                [0. , 0. ]], dtype=float32)
     """
-    x = x.astype(accumulation_dtype(x))
-    factor = safe_factor(x)
-    x = x * factor
-    squares = jnp.sum(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(squares + L2_EPS * factor * factor)
+    return unit_rows(x, None, L2_EPS)

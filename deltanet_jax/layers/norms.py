@@ -1,12 +1,11 @@
 """Normalisations, computed in float32 for 16- and 32-bit inputs."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from deltanet_jax.core.norms import l2_norm, safe_factor
+from deltanet_jax.core.norms import l2_norm, safe_factor, unit_rows
 from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.parameters import parameter
 
@@ -37,7 +36,8 @@ class RMSNorm(nnx.Module):
 
         y = x / sqrt(mean(x^2) + eps) * scale
 
-    Statistics and product are float32; the result has the dtype of the input, or `dtype`.
+    Statistics and product are float32; the result has the dtype of the input, or `dtype`. For
+    the backward pass only the input is kept.
     """
 
     def __init__(
@@ -54,10 +54,6 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(jnp.ones((features,), param_dtype), (axis_name,))
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-        dtype = self.dtype or x.dtype
-        x = x.astype(accumulation_dtype(x))
-        factor = safe_factor(x)
-        x = x * factor
-        variance = jnp.mean(x * x, axis=-1, keepdims=True)
-        normed = x * jax.lax.rsqrt(variance + self.eps * factor * factor)
-        return (normed * self.scale[...]).astype(dtype)
+        K = x.shape[-1]
+        y = unit_rows(x, self.scale[...] * jnp.float32(K**0.5), K * self.eps)
+        return y.astype(self.dtype or x.dtype)

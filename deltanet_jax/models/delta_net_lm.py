@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax import compat
+from deltanet_jax.core.linear import linear_map
 from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.checks import check_per_token
@@ -199,8 +200,39 @@ class DeltaNetLM(nnx.Module):
         x = self.norm(x)
         tied = self.config.tie_embeddings
         table = self.embedding[...].T if tied else self.head.kernel[...]
-        acc = accumulation_dtype(x)
-        return jnp.matmul(x, table.astype(x.dtype), preferred_element_type=acc)
+        return _wide_product(x, table.astype(x.dtype))
+
+
+@jax.custom_jvp
+def _wide_product(x: Float[Array, "B T D"], w: Float[Array, "D N"]) -> Float[Array, "B T N"]:
+    """`x w` in the accumulation dtype, of operands in a narrower one.
+
+    The gradients multiply a cotangent rounded to that of the operands: in float32 it would make
+    products of float32 of both.
+    """
+    return jnp.matmul(x, w, preferred_element_type=accumulation_dtype(x))
+
+
+@_wide_product.defjvp
+def _wide_product_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _wide_product(*primals), linear_map(_wide_tangent, _wide_cotangents, primals, tangents)
+
+
+def _wide_tangent(
+    given: tuple[jax.Array, jax.Array], moved: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    (x, w), (dx, dw) = given, moved
+    return _wide_product(dx, w) + _wide_product(x, dw)
+
+
+def _wide_cotangents(
+    given: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, pull = jax.vjp(jnp.matmul, *given)
+    dx, dw = pull(cotangent.astype(given[0].dtype))
+    return dx, dw
 
 
 def _projection(config: DeltaNetConfig, rngs: nnx.Rngs) -> "partial[nnx.Linear]":

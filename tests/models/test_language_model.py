@@ -213,6 +213,32 @@ def test_bfloat16_computes_near_float32_and_returns_float32_logits(model):
     assert np.sqrt(np.mean(error**2)) < 0.03 * np.std(np.asarray(model(tokens())))
 
 
+def test_every_product_of_a_bfloat16_head_has_bfloat16_operands():
+    """In both directions: one of the vocabulary in float32 costs as much as several layers."""
+    model = make(dtype="bfloat16", vocab_size=97)
+    loss_of = partial(next_token_loss, tokens=tokens())
+    text = jax.jit(lambda m: nnx.grad(loss_of)(m)).lower(model).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line and "x97x" in line]
+    products += [line for line in text.splitlines() if "dot_general" in line and "<97x" in line]
+    assert len(products) >= 3
+    for line in products:
+        operands = line.split(" : ")[-1].split("->")[0]
+        assert "f32" not in operands.replace("bf16", ""), line
+
+
+def test_gradients_of_a_bfloat16_head_are_near_those_of_float32(model):
+    x, w = jax.random.normal(jax.random.key(0), (2, 5, 16)), jnp.zeros((2, 5, 19)).at[..., 3].set(1)
+
+    def gradient(model, x):
+        return nnx.grad(lambda m: jnp.sum(m.logits(x) * w))(model).head.kernel[...]
+
+    narrow = gradient(model, x.astype(jnp.bfloat16)).astype(jnp.float32)
+    want = gradient(model, x)
+    assert jnp.linalg.norm(narrow - want) < 1e-2 * jnp.linalg.norm(want)
+    tangent = jax.jvp(model.logits, (x,), (x,))[1]  # forward mode too
+    assert tangent.shape == (2, 5, 19)
+
+
 def test_config_survives_json_and_names_what_is_wrong():
     assert DeltaNetConfig.from_json(CONFIG.to_json()) == CONFIG
     with pytest.raises(ValueError, match=r"unknown \['depth'\]"):
