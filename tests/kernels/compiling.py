@@ -1,6 +1,7 @@
 """Compile calls of the Hopper kernels ahead of time, on a machine without a GPU."""
 
 import importlib.util
+import re
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jaxlib.mlir import ir
 
 from deltanet_jax import step
 from deltanet_jax.core.problem import Problem, Tokens
@@ -24,6 +26,7 @@ __all__ = [
     "Call",
     "Step",
     "lower",
+    "shared_memory",
     "target",
 ]
 
@@ -127,6 +130,27 @@ def lower(call: Call | Step, sms: int = SMS) -> jax.stages.Lowered:
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=sms, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         return jax.jit(program, donate_argnums=donated).trace(*arguments).lower()
+
+
+def shared_memory(lowered: jax.stages.Lowered) -> dict[str, int]:
+    """Return the bytes of shared memory that each kernel of a call is launched with, by name."""
+    module, sizes = lowered.compiler_ir("stablehlo"), {}
+    module.context.allow_unregistered_dialects = True
+
+    def visit(op) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call" and "mosaic" in str(
+            op.attributes["call_target_name"]
+        ):
+            kernel = op.attributes["mhlo.backend_config"]["module"].value_bytes
+            ir.Module.parse(kernel, module.context).operation.walk(visit)
+        elif op.name.endswith("gpu.launch"):
+            name = op.parent.attributes["sym_name"].value.removesuffix("_mosaic_gpu")
+            *_, size = op.operands
+            sizes[name] = int(re.match(r"\d+", str(size.owner.attributes["value"]))[0])
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return sizes
 
 
 def _shapes(device, default):

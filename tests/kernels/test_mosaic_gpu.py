@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from deltanet_jax.kernels import mosaic_gpu
 from deltanet_jax.kernels.mosaic_gpu import gate_vectors, program, run_states_fused, split, support
+from deltanet_jax.kernels.mosaic_gpu.blocks import launches
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape as KernelShape
 from tests.cases import DEGENERATE, Shape, degenerate
 from tests.kernels.gpu_problems import errors, inputs, outputs_and_gradients, problem
@@ -334,6 +335,13 @@ def test_the_kernel_chains_as_float32_does(key_dim, reverse):
     interpret = plgpu.InterpretGPUParams()
     got = split.chain(first, terms, offsets, pieces, reverse=reverse, interpret=interpret)
     assert relative_rms(np.asarray(got), np.asarray(want)) <= 1e-4
+
+
+def test_more_shared_memory_than_a_thread_block_has_is_refused():
+    scratch = plgpu.SMEM((1024, 57), jnp.float32)
+    out = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(NotImplementedError, match="`large` needs 233472 bytes"):
+        launches.launch("large", None, jnp.ones(8), out, scratch, programs=1, interpret=None)
 
 
 @pytest.mark.parametrize(

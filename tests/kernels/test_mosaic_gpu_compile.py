@@ -6,7 +6,18 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import support, tuning
-from tests.kernels.compiling import CALLS, MANY, NEEDED, OTHER_SMS, SMS, STEPS, Call, lower
+from deltanet_jax.kernels.mosaic_gpu.blocks import launches
+from tests.kernels.compiling import (
+    CALLS,
+    MANY,
+    NEEDED,
+    OTHER_SMS,
+    SMS,
+    STEPS,
+    Call,
+    lower,
+    shared_memory,
+)
 
 pytestmark = NEEDED
 
@@ -32,9 +43,25 @@ def wanted_kernels(call: Call) -> set[str]:
     return KERNELS | gates | ({"chunk_inverses"} if delta else set())
 
 
-def compiled(call, capfd, sms: int = SMS) -> tuple[str, str]:
+@pytest.fixture
+def estimates(monkeypatch) -> dict[str, int]:
+    """Bytes of shared memory by the estimate, of every kernel that a test traces."""
+    sizes = {}
+
+    def spy(launch, scratch_from: int):
+        def wrapped(name, *args, **options):
+            sizes[name] = launches.shared_memory(*args[scratch_from:])
+            return launch(name, *args, **options)
+
+        return wrapped
+
+    monkeypatch.setattr(launches, "launch", spy(launches.launch, 3))
+    monkeypatch.setattr(launches, "overwriting", spy(launches.overwriting, 2))
+    return sizes
+
+
+def compiled(lowered, capfd) -> tuple[str, str]:
     """Compile a call; return the program, and what the compiler says of each kernel."""
-    lowered = lower(call, sms)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
         program = lowered.compile().as_text()
@@ -50,8 +77,11 @@ def spills(log: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_calls_compile_for_an_h200_without_spills(call, capfd):
-    found = spills(compiled(call, capfd)[1])
+def test_calls_compile_for_an_h200_without_spills(call, capfd, estimates):
+    lowered = lower(call)
+    for name, size in shared_memory(lowered).items():
+        assert size - estimates[name] in (0, launches.REDUCTIONS), name
+    found = spills(compiled(lowered, capfd)[1])
     assert set(found) == wanted_kernels(call)
     known = KNOWN_SPILLS.get((call.sizes[3], call.kind), {})
     for name, stores in found.items():
@@ -62,7 +92,7 @@ def test_calls_compile_for_an_h200_without_spills(call, capfd):
 @pytest.mark.parametrize("kind", ["gated-delta", "kda"])
 def test_calls_compile_for_hopper_gpus_with_fewer_sms(sms, kind, capfd):
     call = Call((2, 320, 12, 128, 128), kind)
-    found = spills(compiled(call, capfd, sms)[1])
+    found = spills(compiled(lower(call, sms), capfd)[1])
     known = KNOWN_SPILLS.get((128, kind), {})
     for name, stores in found.items():
         assert stores <= known.get(name, 0), f"{name} spills more than is known"
@@ -100,7 +130,7 @@ def test_persistent_kernels_have_one_wave_of_thread_blocks(sms, monkeypatch):
 @pytest.mark.parametrize("call", STEPS, ids=str)
 def test_a_donated_state_is_overwritten_by_one_kernel(call, capfd):
     """Nothing but the kernel touches the state, and its registers suffice."""
-    program, log = compiled(call, capfd)
+    program, log = compiled(lower(call), capfd)
     assert spills(log) == {"decode": 0}
     B, H, K = call.sizes
     state = rf"f32\[{B},{H},{K},{K}\]"

@@ -1,10 +1,12 @@
 """A launch as part of a JAX program: under `vmap`, and inside `shard_map`."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
@@ -12,11 +14,25 @@ from jax.interpreters import mlir
 
 from deltanet_jax import compat
 
-__all__ = ["Index", "Ref", "at", "batched", "interpreter", "launch", "overwriting", "run_over"]
+__all__ = [
+    "Index",
+    "Ref",
+    "at",
+    "batched",
+    "interpreter",
+    "launch",
+    "overwriting",
+    "run_over",
+    "shared_memory",
+]
 
 # Pallas has no public type of references. A field of a record is an array or its type before a
 # launch, a reference to it in the kernel, and an array again in the result; or `None`.
 Ref = Any
+ALIGNMENT = 1024  # bytes, of every array in shared memory
+BARRIER = 8  # bytes
+REDUCTIONS = 2048  # bytes that the compiler adds for a kernel with sums over an axis
+LARGEST = 227 * 1024  # bytes of shared memory of a thread block on Hopper
 Index = jax.Array | int
 Record = TypeVar("Record")
 Inputs = TypeVar("Inputs")
@@ -70,7 +86,11 @@ def launch(
 
     Returns:
         The results, in the record of `outputs`.
+
+    Raises:
+        NotImplementedError: If the shared memory of a thread block does not suffice.
     """
+    _check_size(name, scratch)
 
     def run(inputs: Inputs, outputs: Outputs, *laid: Any) -> None:
         body(inputs, outputs, *map(_restored, scratch, laid))
@@ -90,6 +110,27 @@ def launch(
     )
     results: tuple[Outputs] = kernel(inputs)
     return results[0]
+
+
+def shared_memory(*scratch: Any) -> int:
+    """Return the bytes that records of shared memory and barriers take, but for `REDUCTIONS`."""
+    total = 0
+    for x in jax.tree.leaves(tuple(map(_laid_out, scratch))):
+        if isinstance(x, plgpu.Barrier):
+            total += BARRIER * int(np.prod(x.num_barriers))  # a number, or a shape in newer JAX
+        else:
+            size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+    return total
+
+
+def _check_size(name: str, scratch: tuple[Any, ...]) -> None:
+    """Refuse, in the interpreter too, what no thread block can hold."""
+    size = shared_memory(*scratch)
+    if size > LARGEST:
+        raise NotImplementedError(
+            f"`{name}` needs {size} bytes of shared memory; a thread block has {LARGEST}"
+        )
 
 
 def _laid_out(scratch: Any) -> Any:
@@ -163,6 +204,7 @@ def overwriting(
     Returns:
         The kernel, a function of `inputs` and `held`.
     """
+    _check_size(name, scratch)
     threads: Any = {}
     if warpgroups is not None:
         threads = {"num_threads": warpgroups, "thread_name": "role"}
