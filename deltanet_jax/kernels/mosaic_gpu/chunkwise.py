@@ -170,7 +170,7 @@ class Exponentials(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward reads of the forward."""
+    """Arrays of the forward that the backward reads."""
 
     inputs: Inputs
     decayed: DecayedChunks

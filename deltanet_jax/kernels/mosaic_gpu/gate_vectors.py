@@ -55,7 +55,7 @@ PITCH = CHUNK + VECTOR  # from row to row in shared memory: neither access meets
 
 
 class Gates(NamedTuple):
-    """What a token has of every value head, `[B, T, HV]`; or rows of it in shared memory."""
+    """Values of a token for every value head, `[B, T, HV]`, or rows of them in shared memory."""
 
     g: Ref  # log-decay
     beta: Ref = None  # `None` without the delta rule

@@ -146,12 +146,12 @@ class Inputs(NamedTuple):
 
     @property
     def of_tokens(self) -> tuple[Ref, ...]:
-        """What a chunk has of key heads, a row for every token."""
+        """Arrays with a row for every token of a key head."""
         return self.k, self.writes, self.q
 
     @property
     def of_chunks(self) -> tuple[Ref, ...]:
-        """What there is once for every chunk and value head."""
+        """Arrays with an entry for every chunk of a value head."""
         vectors = (self.beta, self.b, self.b_column, self.decay, self.rest, self.kept)
         return (self.inverse, self.scores, *vectors)
 

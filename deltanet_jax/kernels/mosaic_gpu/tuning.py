@@ -30,7 +30,7 @@ class Config(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a configuration depends on."""
+    """Properties of a call that a configuration depends on."""
 
     kernel: str
     key_dim: int

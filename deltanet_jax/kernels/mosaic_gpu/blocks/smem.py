@@ -35,7 +35,7 @@ TRANSPOSED: Layout = plgpu.Layout.WGMMA_TRANSPOSED
 
 
 def load(ref: Ref, layout: Layout, *, optimized: bool = True) -> jax.Array:
-    """What a reference holds, in registers; not `optimized`, also where a load is not aligned."""
+    """Load what a reference holds into registers; not `optimized`, also where it is not aligned."""
     # Its arguments are others in other versions of JAX.
     x: jax.Array = plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
     return x
