@@ -74,10 +74,9 @@ def prepare_wy(chunk: Tokens, precision: Precision) -> WYForm:
     if chunk.beta is None:
         return WYForm(None, chunk.v, keys, total)
     keys_in = scale(chunk.k, decay_from_start(chunk.g))
-    rhs = jnp.concatenate([chunk.beta * keys_in, chunk.beta * chunk.v], axis=-1)
-    factors = unit_lower_solve(system_of(chunk, chunk.beta, precision), rhs)
-    K = chunk.k.shape[-1]
-    return WYForm(factors[..., :K], factors[..., K:], keys, total)
+    L = system_of(chunk, chunk.beta, precision)
+    W, U = unit_lower_solve(L, (chunk.beta * keys_in, chunk.beta * chunk.v))
+    return WYForm(W, U, keys, total)
 
 
 def write(

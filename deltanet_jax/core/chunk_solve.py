@@ -27,6 +27,9 @@ from deltanet_jax.core.triangular import diagonal_inverses, substitute, substitu
 
 __all__ = ["solve_chunk"]
 
+# Rows of a diagonal block, half of form 2's: chunks come one after another, so arithmetic counts.
+BLOCK = 16
+
 Precision = jax.lax.Precision | None
 State = Float[Array, "*B K V"]
 Result = tuple[State, Float[Array, "*B C V"]]
@@ -50,7 +53,7 @@ class Solved(NamedTuple):
     """The inputs, and what was computed on the way."""
 
     inputs: Inputs
-    inverses: Float[Array, "*B N b b"]  # of the diagonal blocks
+    inverses: tuple[Float[Array, "*B _ _"], ...]  # of the diagonal blocks
     error: Float[Array, "*B C V"]
     writes: Float[Array, "*B C V"]
 
@@ -81,7 +84,7 @@ def _pass(inputs: Inputs, precision: Precision) -> Result:
 
 def _solve(inputs: Inputs, precision: Precision) -> Solved:
     error = inputs.v - dot("...ck,...kv->...cv", inputs.readers, inputs.state, precision)
-    inverses = diagonal_inverses(inputs.system)
+    inverses = diagonal_inverses(inputs.system, BLOCK)
     writes = substitute(inputs.system, inverses, inputs.beta * error)
     return Solved(inputs, inverses, error, writes)
 

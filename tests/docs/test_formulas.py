@@ -205,10 +205,12 @@ def test_cost_table_counts_the_products_of_the_code(tokens):
         writes = form.writes(S, None)
         return chunk.read(x, S, writes, None), form.advance(S, writes, None)
 
-    solve = n + 32  # per token and column of the right-hand side: blocks of 32 rows
-    merges = 640  # per token: 8 rows to 16, and 16 to 32
-    wy = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * (K + V) + merges)
-    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + solve * V + merges)
+    # Per token and column of the right-hand side, for blocks of 32 rows and of 16.
+    solve_2, solve_1 = n + 32, n + 16
+    # Per token: two products of whole blocks for each size 2, 4, ... up to half a block.
+    merges_2, merges_1 = 4 * 2 * 2 * 32**2, 3 * 2 * 2 * 16**2
+    wy = n * (6 * K * V + 4 * n * K + 2 * n * V + solve_2 * (K + V) + merges_2)
+    form_1_cost = n * (6 * K * V + 4 * n * K + 2 * n * V + solve_1 * V + merges_1)
     plain = n * (4 * K * V + 2 * n * K + 2 * n * V)
     maps = n * (2 * K * K + 2 * K * V)
     assert products(form_2, x, S) == wy
