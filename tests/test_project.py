@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import statistics
 import subprocess
@@ -46,6 +47,25 @@ def test_import_needs_only_the_runtime_dependencies():
     forbidden = ["beartype", "chex", "hypothesis", "matplotlib", "pytest", "tensorboardX", "tyro"]
     code = f"import sys, deltanet_jax; print([m for m in {forbidden} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_import_and_a_call_on_a_cpu_load_no_pallas():
+    """Beside the modules that JAX and Flax load by themselves."""
+    code = """
+import sys, flax.nnx, jax.numpy as jnp
+def pallas():
+    return {m for m in sys.modules if "pallas" in m or "mosaic" in m}
+before = pallas()
+import deltanet_jax
+x = jnp.ones((1, 20, 1, 2))
+deltanet_jax.delta_rule(x, x / 2, x, x[..., 0])
+print(sorted(pallas() - before))
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert run.stdout.strip() == "[]"
 
 

@@ -110,4 +110,10 @@ def l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
         Array([[0.6, 0.8],
                [0. , 0. ]], dtype=float32)
     """
+    y: jax.Array = _l2_norm(x)
+    return y
+
+
+@partial(jax.jit, inline=True)  # outside of `jit` one program, and not one per operation
+def _l2_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     return unit_rows(x, None, L2_EPS)

@@ -14,6 +14,7 @@ from deltanet_jax import parallel
 from deltanet_jax.layers import checks
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.convolution import ShortConvolution, next_inputs
+from deltanet_jax.layers.execution import mix_along_context, mix_here
 from deltanet_jax.layers.gates import DecayParameters, bounded_strength, write_strength
 from deltanet_jax.layers.heads import activate_heads, key_features, value_features
 from deltanet_jax.layers.norms import RMSNorm
@@ -246,26 +247,13 @@ class DeltaNet(nnx.Module):
         mask = checks.check_per_token("mask", mask, x.shape[:2], np.bool_)
         axis = self.context_axis
         if axis is None or (cache is not None and x.shape[1] == 1):
-            return self._mix(x, cache, segment_ids, mask)
+            return mix_here(self, x, cache, segment_ids, mask)
         if mask is not None:
             raise ValueError(
                 "`mask` does not go with `context_axis`: pad on the right and leave it out, "
                 "since no token sees a later one"
             )
-        # Parameters are arguments: arrays captured by a `shard_map` body keep their outer
-        # sharding type.
-        layer, parameters = nnx.split(self)
-
-        def mix(
-            x: jax.Array, segment_ids: jax.Array | None, shared: tuple[Any, DeltaNetCache | None]
-        ) -> tuple[jax.Array, DeltaNetCache]:
-            parameters, cache = shared
-            return nnx.merge(layer, parameters)._mix(x, cache, segment_ids, None, axis)
-
-        pair: tuple[jax.Array, DeltaNetCache] = parallel.along_context(
-            mix, axis, x, segment_ids, shared=(parameters, cache)
-        )
-        return pair
+        return mix_along_context(self, axis, x, cache, segment_ids)
 
     def _mix(
         self,

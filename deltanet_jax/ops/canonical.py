@@ -37,24 +37,34 @@ def check_array(
     return jnp.asarray(x)
 
 
-def check_decay(name: str, g: jax.Array) -> None:
-    """Refuse growth where the values are known; under `jit` they are not."""
-    if isinstance(g, jax.core.Tracer):
-        return
+@jax.jit
+def _extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.min(x), jnp.max(x)
+
+
+def _known_extremes(x: jax.Array) -> tuple[float, float] | None:
+    """Return the least and the largest value, or `None` under `jit` and without values."""
+    if isinstance(x, jax.core.Tracer) or x.size == 0:
+        return None
     # A body that is being traced may close over known values.
     with jax.ensure_compile_time_eval():
-        if bool(jnp.any(g > 0)):
-            raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {float(jnp.max(g))}")
+        least, most = _extremes(x)
+        return float(least), float(most)
+
+
+def check_decay(name: str, g: jax.Array) -> None:
+    """Refuse growth where the values are known; under `jit` they are not."""
+    extremes = _known_extremes(g)
+    if extremes is not None and extremes[1] > 0:
+        raise ValueError(f"`{name}` is a log-decay and must be <= 0; got {extremes[1]}")
 
 
 def check_strength(name: str, beta: jax.Array) -> None:
     """Refuse write strengths outside of [0, 2] where the values are known."""
-    if isinstance(beta, jax.core.Tracer):
-        return
-    with jax.ensure_compile_time_eval():
-        if beta.size and bool(jnp.any((beta < 0) | (beta > 2))):
-            low, high = float(jnp.min(beta)), float(jnp.max(beta))
-            raise ValueError(f"`{name}` must be in [0, 2]; got values from {low} to {high}")
+    extremes = _known_extremes(beta)
+    if extremes is not None and (extremes[0] < 0 or extremes[1] > 2):
+        low, high = extremes
+        raise ValueError(f"`{name}` must be in [0, 2]; got values from {low} to {high}")
 
 
 def canonical_chunk_size(chunk_size: object) -> int | None:

@@ -25,6 +25,7 @@ __all__ = [
     "check_name",
     "choose",
     "choose_for_one_token",
+    "is_on_default_platform",
     "reason_against",
     "run",
 ]
@@ -259,6 +260,13 @@ def _platform(problem: Problem) -> str:
     else:
         platform = _default_platform() if described is None else described.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def is_on_default_platform(x: jax.Array) -> bool:
+    """Whether a choice made while `x` is traced is the one made for where `x` lies."""
+    if isinstance(x, jax.core.Tracer):
+        return True
+    return {device.platform for device in x.devices()} == {_default_platform()}
 
 
 def _default_platform() -> str:
