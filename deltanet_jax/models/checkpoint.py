@@ -1,13 +1,17 @@
 """Checkpoints of a training run: written atomically, found again after a kill."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import jax
 from flax import nnx
 
 from deltanet_jax.core import checks
+from deltanet_jax.models.checksum import checksums
 from deltanet_jax.models.config import DeltaNetConfig
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
 
@@ -84,10 +88,12 @@ class Checkpoints:
             self._writes = True
             self._manager.close()
             self._manager = self._open()
+        state = _pure(model, optimizer)
         saved = self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_pure(model, optimizer)),
+                state=ocp.args.PyTreeSave(state),
+                checksums=ocp.args.JsonSave(checksums(state)),
                 config=ocp.args.JsonSave(model.config.to_dict()),
             ),
             force=True,
@@ -98,8 +104,9 @@ class Checkpoints:
     def load_config(self, step: int | None = None) -> DeltaNetConfig:
         """The config that a checkpoint was written with."""
         step = self._step(step)
-        data = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
-        return DeltaNetConfig.from_dict(data["config"])
+        data = self._read(step, config=ocp.args.JsonRestore())["config"]
+        with self._explained(step):
+            return DeltaNetConfig.from_dict(data)
 
     def restore(
         self,
@@ -121,27 +128,54 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: If there is no such checkpoint.
-            ValueError: If the config disagrees; the message names the fields.
+            ValueError: If the config disagrees; the message names the fields. If the checkpoint
+                is damaged; the message names its step and the one before. `model` is unchanged.
         """
         step = self._step(step)
         _check_same_config(model.config, self.load_config(step))
         wanted = _pure(model, optimizer)
-        restored = self._manager.restore(
+        restored = self._read(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    jax.tree.map(_abstract, wanted),
-                    restore_args=jax.tree.map(_as_it_is, wanted),
-                    partial_restore=optimizer is None,
-                )
+            state=ocp.args.PyTreeRestore(
+                jax.tree.map(_abstract, wanted),
+                restore_args=jax.tree.map(_as_it_is, wanted),
+                partial_restore=optimizer is None,
             ),
         )["state"]
+        self._verify(step, restored)
         for module, name in ((model, "model"), (optimizer, "optimizer")):
             if module is not None:
                 state = nnx.state(module)
                 nnx.replace_by_pure_dict(state, restored[name])
                 nnx.update(module, state)
         return step
+
+    def _verify(self, step: int, restored: dict[str, Any]) -> None:
+        if not (self.directory / str(step) / "checksums").is_dir():  # written before 0.2
+            return
+        stored = self._read(step, checksums=ocp.args.JsonRestore())["checksums"]
+        with self._explained(step):
+            wrong = [name for name, x in checksums(restored).items() if stored.get(name) != x]
+            if wrong:
+                raise ValueError(f"these arrays do not have their checksums: {', '.join(wrong)}")
+
+    def _read(self, step: int, **args: Any) -> Any:
+        with self._explained(step):
+            return self._manager.restore(step, args=ocp.args.Composite(**args))
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """Say of an error in which checkpoint it is, and which is the one before."""
+        try:
+            yield
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            before = max((s for s in self._steps() if s < step), default=None)
+            remedy = "" if before is None else f"; the one before is of step {before}"
+            reason = shorten(f"{type(error).__name__}: {error}", 300)  # TensorStore's are long
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.directory} cannot be restored{remedy} "
+                f"({reason})"
+            ) from error
 
     def _step(self, step: int | None) -> int:
         steps = self._steps()

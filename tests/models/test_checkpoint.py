@@ -1,17 +1,22 @@
 """Checkpoints: round trips, kills, resumes."""
 
+import shutil
 import subprocess
 import sys
 import textwrap
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from deltanet_jax.models import DeltaNetConfig, DeltaNetLM
 from deltanet_jax.models.checkpoint import Checkpoints
+from deltanet_jax.models.checksum import checksums
 from deltanet_jax.models.training import make_optimizer, train_step
 
 CONFIG = DeltaNetConfig(vocab_size=17, hidden_size=16, num_layers=1, num_heads=2, mlp_size=16)
@@ -20,6 +25,10 @@ CONFIG = DeltaNetConfig(vocab_size=17, hidden_size=16, num_layers=1, num_heads=2
 def make(seed=0, config=CONFIG, implementation="chunkwise"):
     model = DeltaNetLM(config, implementation=implementation, rngs=nnx.Rngs(seed))
     return model, make_optimizer(model, 1e-2, total_steps=20, warmup_steps=2)
+
+
+def state_of(model):
+    return nnx.to_pure_dict(nnx.state(model))
 
 
 def batch(step):
@@ -137,6 +146,62 @@ def test_a_torn_step_is_passed_over_with_a_warning(tmp_path):
     (tmp_path / "3").mkdir()
     with Checkpoints(tmp_path) as checkpoints, pytest.warns(match=r"incomplete steps .* \[3\]"):
         assert checkpoints.restore(model) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # those of orbax
+def test_a_flipped_bit_is_found_and_the_step_before_is_named(tmp_path):
+    """In every file of a checkpoint: refused by its step, or nothing was read from there."""
+    (model, optimizer), (other, its_optimizer) = make(), make(seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (4, 7):
+            checkpoints.save(step, model, optimizer)
+    wanted, untouched = state_of(model), state_of(other)
+    files = sorted(path for path in (tmp_path / "7").rglob("*") if path.stat().st_size)
+    rng, refused, largest = np.random.default_rng(0), 0, max(files, key=lambda p: p.stat().st_size)
+    for path in [file for file in files if file.is_file()] + [largest] * 12:
+        whole = path.read_bytes()
+        broken = bytearray(whole)
+        broken[rng.integers(len(whole))] ^= 1 << rng.integers(8)
+        path.write_bytes(broken)
+        with Checkpoints(tmp_path) as checkpoints:
+            try:
+                checkpoints.restore(other, its_optimizer)
+            except ValueError as error:
+                refused += 1
+                said = "of step 7 in" in str(error) and "before is of step 4" in str(error)
+                assert said or "`model.config` differs" in str(error), path  # noqa: PT017
+                chex.assert_trees_all_equal(state_of(other), untouched)
+            else:
+                chex.assert_trees_all_equal(state_of(other), wanted)
+                nnx.update(other, nnx.state(make(seed=1)[0]))
+        path.write_bytes(whole)
+    assert refused > 12
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(other, its_optimizer) == 7
+
+
+def test_a_checkpoint_without_checksums_is_still_read(tmp_path):
+    model, other = make()[0], make(seed=1)[0]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(4, model)
+    shutil.rmtree(tmp_path / "4" / "checksums")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(other) == 4
+    chex.assert_trees_all_equal(state_of(other), state_of(model))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.int32])
+def test_a_checksum_sees_every_bit_and_no_sharding(dtype):
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
+    x = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(dtype)
+    places = [P(), P("a"), P("b", None, "a"), P(("a", "b"))]
+    found = {checksums({"x": jax.device_put(x, NamedSharding(mesh, p))})["['x']"] for p in places}
+    assert len(found) == 1
+    for bit in range(8 * x.nbytes):
+        flipped = bytearray(x.tobytes())
+        flipped[bit // 8] ^= 1 << bit % 8
+        y = np.frombuffer(bytes(flipped), dtype).reshape(x.shape)
+        assert checksums({"x": jnp.asarray(y)})["['x']"] not in found
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
