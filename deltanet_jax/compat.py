@@ -1,7 +1,9 @@
 """Names that move between JAX releases, in one place."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,13 @@ __all__ = [
     "shard_like",
     "type_like",
     "vary_like",
+    "with_default_promotion",
     "varying_axes",
     "zeros_like",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
@@ -104,6 +110,20 @@ def _reshard(x: jax.Array, spec: Sequence[object]) -> jax.Array:
 def _partition(*parts: object) -> PartitionSpec:
     make: Callable[..., PartitionSpec] = PartitionSpec
     return make(*parts)
+
+
+def with_default_promotion(function: Callable[P, R]) -> Callable[P, R]:
+    """Trace `function` with JAX's default promotion of dtypes and ranks, whatever is set outside.
+
+    For the bodies of kernels, whose scalars and tiles mix both.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def enable_x64(enabled: bool = True) -> AbstractContextManager[None]:

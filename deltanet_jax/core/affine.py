@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from deltanet_jax.core.numerics import identity
+
 __all__ = ["AffineMap", "apply", "compose", "token_maps"]
 
 
@@ -58,5 +60,5 @@ def token_maps(
     if beta is None:
         return AffineMap(jnp.broadcast_to(decay, column.shape), column * v[..., None, :])
     weighted = beta[..., None] * k[..., None, :]
-    erase = jnp.eye(k.shape[-1], dtype=k.dtype) - column * weighted
+    erase = identity(column) - column * weighted
     return AffineMap(erase * jnp.swapaxes(decay, -1, -2), column * (beta * v)[..., None, :])

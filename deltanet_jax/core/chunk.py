@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from deltanet_jax.core.affine import AffineMap
 from deltanet_jax.core.decay import decay_from_start, decay_to_end, scores, total_decay
-from deltanet_jax.core.numerics import dot
+from deltanet_jax.core.numerics import dot, identity
 from deltanet_jax.core.problem import Tokens
 from deltanet_jax.core.triangular import unit_lower_solve
 
@@ -37,7 +37,7 @@ Precision = jax.lax.Precision | None
 
 def scale(x: jax.Array, decay: jax.Array | None) -> jax.Array:
     """`x` times its decay, where there is a gate."""
-    return x if decay is None else x * decay
+    return x if decay is None else x.astype(decay.dtype) * decay
 
 
 def system_of(
@@ -75,7 +75,7 @@ def prepare_wy(chunk: Tokens, precision: Precision) -> WYForm:
         return WYForm(None, chunk.v, keys, total)
     keys_in = scale(chunk.k, decay_from_start(chunk.g))
     L = system_of(chunk, chunk.beta, precision)
-    W, U = unit_lower_solve(L, (chunk.beta * keys_in, chunk.beta * chunk.v))
+    W, U = unit_lower_solve(L, (scale(keys_in, chunk.beta), scale(chunk.v, chunk.beta)))
     return WYForm(W, U, keys, total)
 
 
@@ -107,9 +107,8 @@ def read(
 def chunk_map(form: WYForm, precision: Precision) -> AffineMap:
     """The map of a whole chunk: `M = Diag(exp(b_C)) - keys^T W`, `R = keys^T U`."""
     R = dot("...ck,...cv->...kv", form.keys, form.U, precision)
-    K = form.keys.shape[-1]
-    total = jnp.ones((1, 1), R.dtype) if form.total is None else form.total
+    total = jnp.ones((1,) * R.ndim, R.dtype) if form.total is None else form.total
     if form.W is None:
         return AffineMap(jnp.broadcast_to(total, (*R.shape[:-1], 1)), R)
     erase = dot("...ck,...cj->...kj", form.keys, form.W, precision)
-    return AffineMap(total * jnp.eye(K, dtype=R.dtype) - erase, R)
+    return AffineMap(total * identity(R) - erase, R)

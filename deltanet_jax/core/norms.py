@@ -54,7 +54,12 @@ def _unit_rows(
     rate = jax.lax.rsqrt(jnp.where(overflows, small, squares + eps))
     wide = wide * factor
     unit = wide * rate
-    return (unit if scale is None else unit * scale.astype(unit.dtype)), (factor, rate)
+    return (unit if scale is None else unit * _columns(scale, unit)), (factor, rate)
+
+
+def _columns(scale: jax.Array, like: jax.Array) -> jax.Array:
+    """`scale [K]` in the dtype and rank of `like`."""
+    return jnp.expand_dims(scale.astype(like.dtype), tuple(range(like.ndim - 1)))
 
 
 class _Row(NamedTuple):
@@ -88,7 +93,7 @@ def _tangent(row: _Row, moved: tuple[jax.Array, jax.Array | None]) -> jax.Array:
     dy = row.move(unit, dx.astype(unit.dtype))
     if row.scale is None or d_scale is None:
         return dy
-    return dy * row.scale.astype(dy.dtype) + unit * d_scale.astype(dy.dtype)
+    return dy * _columns(row.scale, dy) + unit * _columns(d_scale, dy)
 
 
 def _cotangents(row: _Row, d_y: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -96,7 +101,7 @@ def _cotangents(row: _Row, d_y: jax.Array) -> tuple[jax.Array, jax.Array | None]
     if row.scale is None:
         return row.move(unit, d_y).astype(row.x.dtype), None
     d_scale = jnp.sum(unit * d_y, axis=tuple(range(unit.ndim - 1)))
-    dx = row.move(unit, d_y * row.scale.astype(d_y.dtype))
+    dx = row.move(unit, d_y * _columns(row.scale, d_y))
     return dx.astype(row.x.dtype), d_scale.astype(row.scale.dtype)
 
 

@@ -2,13 +2,27 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-__all__ = ["accumulation_dtype", "dot"]
+__all__ = ["accumulation_dtype", "common_dtype", "dot", "identity"]
+
+
+def common_dtype(*types: jax.Array | DTypeLike) -> jnp.dtype:
+    """Return the type that arrays or types promote to, also where JAX is told to refuse it."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*types)
 
 
 def accumulation_dtype(*arrays: jax.Array) -> jnp.dtype:
     """Return float64 if any array is float64, else float32."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    return common_dtype(*arrays, jnp.float32)
+
+
+def identity(like: Float[Array, "*B K D"]) -> Float[Array, "... K K"]:
+    """Return the identity of the rows of `like`, in its dtype and of its rank."""
+    K = like.shape[-2]
+    return jnp.eye(K, dtype=like.dtype).reshape((1,) * (like.ndim - 2) + (K, K))
 
 
 def dot(

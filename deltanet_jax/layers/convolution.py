@@ -46,7 +46,7 @@ def causal_convolution(
         if runs is not None and j < W - 1:
             same = runs_past[:, j : j + T] == runs
             tap = jnp.where(same[..., None], tap, 0)
-        y = y + tap * kernel[j].astype(acc)
+        y = y + tap * kernel[j].astype(acc)[None, None]
     return y
 
 
@@ -60,7 +60,7 @@ def next_inputs(
     past = _past(x, width, inputs)
     if lengths is None:
         return past[:, x.shape[1] :]
-    rows = lengths[:, None] + jnp.arange(width - 1)
+    rows = lengths[:, None] + jnp.arange(width - 1)[None]
     return jnp.take_along_axis(past, rows[..., None], axis=1)
 
 

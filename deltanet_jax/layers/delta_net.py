@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax import parallel
+from deltanet_jax.core.numerics import common_dtype
 from deltanet_jax.layers import checks
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.convolution import ShortConvolution, next_inputs
@@ -202,7 +203,7 @@ class DeltaNet(nnx.Module):
         o = self.options
         B = checks.check_batch_size(batch_size)
         dtype = self.dtype or self.param_dtype
-        state_dtype = jnp.promote_types(dtype, jnp.float32)
+        state_dtype = common_dtype(dtype, jnp.float32)
         state = jnp.zeros((B, o.value_heads, o.key_dim, o.value_dim), state_dtype)
         if o.conv_size is None:
             return DeltaNetCache(state)
@@ -245,6 +246,8 @@ class DeltaNet(nnx.Module):
         x = checks.check_input(x, self.options.hidden_size)
         segment_ids = checks.check_per_token("segment_ids", segment_ids, x.shape[:2], np.integer)
         mask = checks.check_per_token("mask", mask, x.shape[:2], np.bool_)
+        if self.dtype is None:  # as the projections would, which strict promotion forbids
+            x = x.astype(common_dtype(x, self.q_proj.kernel[...]))
         axis = self.context_axis
         if axis is None or (cache is not None and x.shape[1] == 1):
             return mix_here(self, x, cache, segment_ids, mask)

@@ -91,5 +91,7 @@ def log_decay(
     rate = jnp.exp(jnp.minimum(A_log.astype(jnp.float32), LARGEST_LOG_RATE))
     if dt_bias.ndim == 2:
         rate = rate[:, None]
+    bias = dt_bias.astype(jnp.float32)
+    rate, bias = (jnp.expand_dims(y, tuple(range(x.ndim - y.ndim))) for y in (rate, bias))
     x = x.astype(accumulation_dtype(x))
-    return -rate * jax.nn.softplus(x + dt_bias.astype(jnp.float32))
+    return -rate * jax.nn.softplus(x + bias)

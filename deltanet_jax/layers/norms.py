@@ -55,5 +55,6 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
         K = x.shape[-1]
-        y = unit_rows(x, self.scale[...] * jnp.float32(K**0.5), K * self.eps)
+        scale = self.scale[...].astype(accumulation_dtype(x)) * K**0.5
+        y = unit_rows(x, scale, K * self.eps)
         return y.astype(self.dtype or x.dtype)

@@ -25,7 +25,7 @@ class Packing(NamedTuple):
     @property
     def real(self) -> Bool[Array, "B T"]:
         """Mask of the real packed tokens."""
-        return jnp.arange(self.order.shape[1]) < self.lengths[:, None]
+        return jnp.arange(self.order.shape[1])[None] < self.lengths[:, None]
 
     def zero_padding(self, x: jax.Array) -> jax.Array:
         """`x` in packed order with zeros where no real token is, NaN included."""

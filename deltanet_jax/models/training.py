@@ -101,9 +101,11 @@ def next_token_loss(
     # A label outside the vocabulary, such as -100, is NaN even where it does not count.
     labels = jnp.where(counted, after(tokens), 0)
     # A comparison, and not an index: it keeps every sharding of rows, tokens and vocabulary.
-    chosen = jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0)
+    vocabulary = jnp.arange(logits.shape[-1])[None, None]
+    chosen = jnp.where(vocabulary == labels[..., None], logits, 0)
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(chosen, axis=-1)
-    return jnp.sum(losses, where=counted) / jnp.maximum(jnp.sum(counted), 1)
+    count = jnp.maximum(jnp.sum(counted), 1).astype(losses.dtype)
+    return jnp.sum(losses, where=counted) / count
 
 
 def bits_per_token(loss: float) -> float:

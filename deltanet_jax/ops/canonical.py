@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltanet_jax.core import checks
-from deltanet_jax.core.numerics import accumulation_dtype
+from deltanet_jax.core.numerics import accumulation_dtype, common_dtype
 from deltanet_jax.core.problem import Problem, Tokens
 
 __all__ = [
@@ -183,7 +183,7 @@ def canonical_problem(
     HV, V = v.shape[2:]
     if H == 0 or HV % H:
         raise ValueError(f"the heads of `v` must be a multiple of those of `q`; got {HV} and {H}")
-    dtype = jnp.result_type(q, k, v)
+    dtype = common_dtype(q, k, v)
     acc = accumulation_dtype(q, k, v)
     if beta is not None:
         beta = check_array("beta", beta, "[B, T, HV]", (B, T, HV)).astype(acc)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from deltanet_jax import compat
 from deltanet_jax.core.affine import AffineMap
 from deltanet_jax.core.chunk import WYForm, prepare_wy
+from deltanet_jax.core.numerics import identity
 from deltanet_jax.core.problem import Problem, Tokens, decay_with_resets, tokens_of, zero_state
 from deltanet_jax.ops.chunkwise import DEFAULT_CHUNK, SEGMENT_TOKENS
 from deltanet_jax.ops.layout import as_chunks, split_time
@@ -49,9 +50,8 @@ def _start(problem: Problem) -> jax.Array:
     """`[I | 0]`, or zeros without the delta rule: `[B, HV, K, *]`."""
     start = zero_state(problem)
     if problem.beta is not None:
-        K = start.shape[2]
-        identity = jnp.eye(K, dtype=start.dtype) + compat.zeros_like(start[..., :1])
-        start = jnp.concatenate([identity, start], axis=-1)
+        unit = identity(start) + compat.zeros_like(start[..., :1])
+        start = jnp.concatenate([unit, start], axis=-1)
     start = compat.shard_like(start, problem.v, (0, 2, None, None))
     return compat.vary_like(start, problem.reset, *jax.tree.leaves(problem.tokens))
 

@@ -111,7 +111,7 @@ def pad_packed(
     offsets = canonical_offsets(cu_seqlens, x.shape[1])
     lengths = offsets[1:] - offsets[:-1]
     _check_longest(lengths, max_length)
-    place = jnp.arange(max_length)
+    place = jnp.arange(max_length)[None]
     mask = place < lengths[:, None]
     tokens = jnp.where(mask, offsets[:-1, None] + place, x.shape[1])
     return x[0].at[tokens].get(mode="fill", fill_value=0), mask

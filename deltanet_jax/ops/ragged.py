@@ -66,7 +66,7 @@ def cut(cu_seqlens: Int[Array, " N+1"], T: int) -> Pieces:
     start = begin.at[sequence].get(mode="fill", fill_value=0)
     stop = end.at[sequence].get(mode="fill", fill_value=0)
     number = piece - before.at[sequence].get(mode="fill", fill_value=0)
-    tokens = (start + number * L)[:, None] + jnp.arange(L)
+    tokens = (start + number * L)[:, None] + jnp.arange(L)[None]
 
     token = jnp.arange(T)
     owner = jnp.searchsorted(end, token, side="right")

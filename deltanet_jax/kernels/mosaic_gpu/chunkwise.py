@@ -274,12 +274,14 @@ def _launch_forward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.with_default_promotion
 def _run(call: Call, tokens: Tokens, state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Run the kernels on a multiple of 64 tokens; gates, `beta` and state are float32."""
     o, final, _ = _forward(call, tokens, state, save=False)
     return o, final
 
 
+@compat.with_default_promotion
 def _run_forward(
     call: Call, tokens: Any, state: Any
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
@@ -288,6 +290,7 @@ def _run_forward(
     return (o, final), residuals
 
 
+@compat.with_default_promotion
 def _run_backward(call: Call, saved: Residuals, cotangents: Any) -> tuple[Tokens, Any]:
     do, dfinal = cotangents
     x = saved.inputs

@@ -55,6 +55,7 @@ def one_token(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@compat.with_default_promotion
 def _run(call: Call, token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Advance `state` by a token whose arrays have no time axis."""
     advance = functools.partial(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from deltanet_jax.compat import vary_like, varying_axes
+from deltanet_jax.compat import vary_like, varying_axes, with_default_promotion
 from deltanet_jax.core.problem import Problem, decay_with_resets
 from deltanet_jax.kernels.mosaic_tpu.backward import backward
 from deltanet_jax.kernels.mosaic_tpu.blocks import Inputs, Saved, join, split
@@ -111,11 +111,13 @@ Residuals = tuple[Inputs[jax.Array], Saved[jax.Array]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@with_default_promotion
 def _run(plan: Plan, x: Heads) -> tuple[jax.Array, jax.Array]:
     o, final, _ = forward(_inputs(x, plan), x.state, plan, save=False)
     return join(o), final
 
 
+@with_default_promotion
 def _run_forward(plan: Plan, x: Heads) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     inputs = _inputs(x, plan)
     o, final, saved = forward(inputs, x.state, plan, save=True)
@@ -123,6 +125,7 @@ def _run_forward(plan: Plan, x: Heads) -> tuple[tuple[jax.Array, jax.Array], Res
     return (join(o), final), (inputs, saved)
 
 
+@with_default_promotion
 def _run_backward(
     plan: Plan, residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Heads]:
