@@ -18,8 +18,8 @@ __all__ = [
     "shard_like",
     "type_like",
     "vary_like",
-    "with_default_promotion",
     "varying_axes",
+    "with_default_promotion",
     "zeros_like",
 ]
 

@@ -139,5 +139,6 @@ def train_step(
     """
     loss_of = partial(next_token_loss, tokens=tokens, segment_ids=segment_ids, mask=mask)
     loss, gradient = nnx.value_and_grad(loss_of)(model)
-    optimizer.update(model, gradient)
+    # Optax mixes dtypes and ranks.
+    compat.with_default_promotion(optimizer.update)(model, gradient)
     return {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
