@@ -82,15 +82,15 @@ def _ladder(strict: Float[Array, "*B b b"]) -> Float[Array, "*B b b"]:
 
     Products alone: a compiler makes the loops of a substitution row by row three times as long.
     """
-    b = strict.shape[-1]
+    b, front = strict.shape[-1], tuple(range(strict.ndim - 2))
 
     def below(size: int) -> jax.Array:
         """`L_21`: every odd block of `size` rows, in the columns of the block before it."""
         block = np.arange(b) // size
         pair = (block[:, None] % 2 == 1) & (block == block[:, None] - 1)
-        return jnp.where(pair, strict, 0)
+        return jnp.where(np.expand_dims(pair, front), strict, 0)
 
-    X = jnp.subtract(np.eye(b, dtype=strict.dtype), below(1))
+    X = jnp.subtract(np.expand_dims(np.eye(b, dtype=strict.dtype), front), below(1))
     size = 2
     while size < b:
         X = X - _matmul(X, _matmul(below(size), X))
