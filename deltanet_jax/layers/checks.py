@@ -3,12 +3,21 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
 from deltanet_jax.core import checks
 from deltanet_jax.layers.cache import DeltaNetCache
 
-__all__ = ["check_batch_size", "check_cache", "check_dtype", "check_input", "check_per_token"]
+__all__ = [
+    "check_batch_size",
+    "check_cache",
+    "check_dtype",
+    "check_input",
+    "check_per_token",
+    "check_rngs",
+    "check_vocabulary",
+]
 
 
 def check_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
@@ -42,16 +51,37 @@ def check_per_token(name: str, x: object, shape: tuple[int, ...], kind: type) ->
     """An array `[B, T]` of this kind of dtype, or `None`."""
     if x is None:
         return None
-    wanted = "boolean" if kind is np.bool_ else "integer"
+    wanted = "a boolean" if kind is np.bool_ else "an integer"
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(
             f"`{name}` must be an array [B, T] of {wanted} dtype; got {type(x).__name__}"
         )
     if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"`{name}` must have a {wanted} dtype; got {x.dtype}")
+        raise ValueError(f"`{name}` must have {wanted} dtype; got {x.dtype}")
     if x.shape != shape:
         raise ValueError(f"`{name}` must have shape [B, T] = {list(shape)}; got {x.shape}")
     return jnp.asarray(x)
+
+
+def check_vocabulary(
+    name: str, tokens: jax.Array | np.ndarray, mask: jax.Array | None, vocab_size: int
+) -> None:
+    """Refuse tokens outside the vocabulary where the values are known; masked ones may be."""
+    values = checks.known(tokens)
+    real = True if mask is None else checks.known(mask)
+    if values is None or real is None:
+        return
+    outside = real & ((values < 0) | (values >= vocab_size))
+    if outside.any():
+        first = values[outside][0]
+        raise ValueError(f"`{name}` must hold tokens in [0, {vocab_size}); got {first}")
+
+
+def check_rngs(rngs: object) -> None:
+    if not isinstance(rngs, nnx.Rngs):
+        raise ValueError(
+            f"`rngs` must be a flax.nnx.Rngs, such as nnx.Rngs(0); got {type(rngs).__name__}"
+        )
 
 
 def check_cache(cache: object, wanted: DeltaNetCache) -> None:

@@ -115,6 +115,7 @@ class DeltaNet(nnx.Module):
         Raises:
             ValueError: If an option has a value it cannot have; the message names it.
         """
+        checks.check_rngs(rngs)
         self.options = LayerOptions(
             hidden_size=hidden_size,
             num_heads=num_heads,

@@ -9,10 +9,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax import compat
+from deltanet_jax.core import checks
 from deltanet_jax.core.linear import linear_map
 from deltanet_jax.core.numerics import accumulation_dtype
 from deltanet_jax.layers.cache import DeltaNetCache
-from deltanet_jax.layers.checks import check_per_token
+from deltanet_jax.layers.checks import check_per_token, check_rngs, check_vocabulary
 from deltanet_jax.layers.delta_net import DeltaNet
 from deltanet_jax.layers.norms import RMSNorm
 from deltanet_jax.layers.parameters import EMBED, MLP, VOCAB, parameter, projection
@@ -114,6 +115,7 @@ class DeltaNetLM(nnx.Module):
             context_axis: Mesh axis that the time axis is sharded over; see `DeltaNet`.
             rngs: Source of randomness, stream `params`.
         """
+        check_rngs(rngs)
         self.config = config
         D, vocab = config.hidden_size, config.vocab_size
         table = jax.random.normal(rngs.params(), (vocab, D), jnp.dtype(config.param_dtype))
@@ -186,11 +188,9 @@ class DeltaNetLM(nnx.Module):
     def _embed(
         self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"] | None
     ) -> Float[Array, "B T D"]:
-        if getattr(tokens, "ndim", None) != 2:
-            raise ValueError(f"`tokens` must be an array [B, T]; got {np.shape(tokens)}")
-        check_per_token("tokens", tokens, tokens.shape, np.integer)
-        ids = jnp.asarray(tokens)
-        real = check_per_token("mask", mask, tokens.shape, np.bool_)
+        ids = jnp.asarray(checks.integer_array("tokens", tokens, "[B, T]"))
+        real = check_per_token("mask", mask, ids.shape, np.bool_)
+        check_vocabulary("tokens", ids, real, self.config.vocab_size)
         if real is not None:
             ids = jnp.where(real, ids, 0)
         return compat.rows(self.embedding[...], ids).astype(self.config.compute_dtype)

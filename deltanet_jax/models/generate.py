@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from deltanet_jax.core import checks
+from deltanet_jax.layers.checks import check_per_token, check_vocabulary
 from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
 
-__all__ = ["check_sampling", "generate", "last_real", "sample"]
+__all__ = ["check_key", "check_sampling", "generate", "last_real", "sample"]
 
 _Carry = tuple[jax.Array, LMCache]
 
@@ -28,7 +31,7 @@ def generate(
     prompt: Int[Array, "B T"],
     num_tokens: int,
     *,
-    key: Key[Array, ""],
+    key: Key[Array, ""] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     mask: Bool[Array, "B T"] | None = None,
@@ -39,7 +42,7 @@ def generate(
         model: The model.
         prompt: Tokens, `[B, T]`, `T >= 1`.
         num_tokens: Number of tokens to sample.
-        key: Source of randomness.
+        key: Source of randomness; needed unless `temperature` is 0.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Sample among this many most likely tokens; among all by default.
         mask: True for real tokens of the prompt, on either side of its padding; every row
@@ -57,12 +60,10 @@ def generate(
         >>> generate(model, jnp.asarray([[1, 2, 3]]), 5, key=jax.random.key(0), top_k=3).shape
         (1, 5)
     """
-    if getattr(prompt, "ndim", None) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"`prompt` must be [B, T] with T >= 1; got {jnp.shape(prompt)}")
-    if num_tokens < 0:
-        raise ValueError(f"`num_tokens` must be >= 0; got {num_tokens}")
-    check_sampling(temperature, top_k, model.config.vocab_size)
-    static = _Sampling(num_tokens, float(temperature), top_k)
+    num_tokens = checks.whole("num_tokens", num_tokens, least=0)
+    static = _Sampling(num_tokens, *check_sampling(temperature, top_k, model.config.vocab_size))
+    key = check_key(key, static.temperature)
+    prompt, mask = _check_prompt(prompt, mask, model.config.vocab_size)
     graph, state = nnx.split(model)
     tokens: jax.Array = _generate(state, prompt, mask, key, graph=graph, how=static)
     return tokens
@@ -82,11 +83,33 @@ def sample(
     return jnp.take_along_axis(token, rank[:, None], axis=1)[:, 0]
 
 
-def check_sampling(temperature: float, top_k: int | None, vocab: int) -> None:
-    if not temperature >= 0:
-        raise ValueError(f"`temperature` must be >= 0; got {temperature}")
-    if top_k is not None and not 1 <= top_k <= vocab:
-        raise ValueError(f"`top_k` must be in [1, vocab_size={vocab}] or None; got {top_k}")
+def check_sampling(temperature: object, top_k: object, vocab_size: int) -> tuple[float, int | None]:
+    """Return temperature and `top_k` as plain numbers."""
+    number = checks.number("temperature", temperature, least=0)
+    return number, checks.optional(checks.whole, "top_k", top_k, least=1, most=vocab_size)
+
+
+def check_key(key: Key[Array, ""] | None, temperature: float) -> Key[Array, ""]:
+    """Return the key; any will do where nothing is drawn."""
+    if key is None and temperature != 0:
+        raise ValueError("`key` is required unless `temperature` is 0; got None")
+    return jax.random.key(0) if key is None else key
+
+
+def _check_prompt(
+    prompt: object, mask: object, vocab_size: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return prompt and mask; every row must hold a token, and known tokens a meaning."""
+    tokens = checks.integer_array("prompt", prompt, "[B, T]")
+    if tokens.shape[1] == 0:
+        raise ValueError(f"`prompt` must be [B, T] with T >= 1; got {tokens.shape}")
+    real = check_per_token("mask", mask, tokens.shape, np.bool_)
+    values = None if real is None else checks.known(real)
+    if values is not None and not values.any(axis=1).all():
+        empty = np.flatnonzero(~values.any(axis=1)).tolist()
+        raise ValueError(f"`mask` must leave a token in every row; rows {empty} have none")
+    check_vocabulary("prompt", tokens, real, vocab_size)
+    return jnp.asarray(tokens), real
 
 
 @partial(jax.jit, static_argnames=("graph", "how"))

@@ -6,6 +6,7 @@ tokens in every slot up to its width: a prompt's next piece in one, a sampled to
 nothing in a third. It is compiled for two widths, a piece of a prompt and one token.
 """
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from deltanet_jax.core import checks
 from deltanet_jax.layers.cache import reset_slots
 from deltanet_jax.models.delta_net_lm import DeltaNetLM, LMCache
-from deltanet_jax.models.generate import check_sampling, last_real, sample
+from deltanet_jax.models.generate import check_key, check_sampling, last_real, sample
 
 __all__ = ["Request", "Server"]
 
@@ -33,6 +34,7 @@ class Request:
 
     prompt: np.ndarray  # int [T], T >= 1
     num_tokens: int
+    number: int = 0  # requests of its server before it
     tokens: list[int] = field(default_factory=list)
     unread: deque[int] = field(default_factory=deque)  # what its slot has still to read
 
@@ -43,6 +45,9 @@ class Request:
 
 class Server:
     """Serves requests of any lengths from a fixed number of slots; memory is constant.
+
+    A lock guards every method: one thread may call `run` while others submit and cancel. They
+    wait for the step that is running. A request's `tokens` may be read at any time.
 
     Example:
         >>> config = DeltaNetConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2)
@@ -66,7 +71,8 @@ class Server:
         """Set up empty slots.
 
         Args:
-            model: The model; its parameters are read once, here.
+            model: The model; its parameters are those of now, whatever it learns later. Arrays
+                that are donated afterwards are lost to the server too.
             num_slots: Requests that run at a time.
             prefill: Tokens of a prompt that one step reads.
             temperature: Divides the logits; 0 takes the most likely token.
@@ -76,18 +82,18 @@ class Server:
         Raises:
             ValueError: If an argument is out of range; the message names it.
         """
-        check_sampling(temperature, top_k, model.config.vocab_size)
-        if key is None:
-            if temperature != 0:
-                raise ValueError("`key` is required unless `temperature` is 0; got None")
-            key = jax.random.key(0)
+        temperature, top_k = check_sampling(temperature, top_k, model.config.vocab_size)
+        self._key = check_key(key, temperature)
+        self._lock = threading.RLock()
+        self._submitted = 0
         self.prefill = checks.whole("prefill", prefill, least=1)
         self.slots: list[Request | None] = [None] * checks.whole("num_slots", num_slots, least=1)
         self._fresh = np.zeros(len(self.slots), bool)  # slots whose state is not reset yet
         self.waiting: deque[Request] = deque()
         self.sampled = 0  # tokens, of all requests
-        self._key = key
-        graph, self._state = nnx.split(model)
+        graph, state = nnx.split(model)
+        # Variables of its own: those of the model take new arrays when it is trained.
+        self._state = jax.tree.map(lambda x: x, state)
         self._advance = partial(_advance, graph=graph, temperature=temperature, top_k=top_k)
         self._vocab = model.config.vocab_size
         self._cache = model.init_cache(num_slots)
@@ -108,11 +114,23 @@ class Server:
             raise ValueError(
                 f"`prompt` must hold tokens in [0, {self._vocab}); got {ids.min()} to {ids.max()}"
             )
-        request = Request(
-            ids, checks.whole("num_tokens", num_tokens, least=1), unread=deque(ids.tolist())
-        )
-        self.waiting.append(request)
+        count = checks.whole("num_tokens", num_tokens, least=1)
+        with self._lock:
+            request = Request(ids, count, self._submitted, unread=deque(ids.tolist()))
+            self._submitted += 1
+            self.waiting.append(request)
         return request
+
+    def cancel(self, request: Request) -> bool:
+        """Drop a request that waits or runs, and return whether it did; its tokens stay."""
+        with self._lock:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                return True
+            if request in self.slots:
+                self.slots[self.slots.index(request)] = None
+                return True
+        return False
 
     @property
     def busy(self) -> bool:
@@ -132,7 +150,16 @@ class Server:
         return sum(x.nbytes for x in jax.tree.leaves(self._cache))
 
     def step(self) -> list[Request]:
-        """Read the next tokens of every slot, and sample; return finished requests."""
+        """Read the next tokens of every slot, and sample; return finished requests.
+
+        Raises:
+            FloatingPointError: If logits of a request are not finite. The request is cancelled,
+                and the others have made their step.
+        """
+        with self._lock:
+            return self._step()
+
+    def _step(self) -> list[Request]:
         self._admit()
         active = [r for r in self.slots if r is not None]
         if not active:
@@ -148,15 +175,25 @@ class Server:
         # Only where a request begins: it is one more pass over all states.
         if self._fresh.any():
             self._cache = _reset(self._cache, self._fresh)
-        sampled, cache = self._advance(self._state, self._cache, tokens, counts, key)
-        result = np.asarray(sampled)
+        sampled, finite, cache = self._advance(self._state, self._cache, tokens, counts, key)
+        result, is_finite = np.asarray(sampled), np.asarray(finite)
         # No request has changed before this: what interrupts the step loses none of its tokens.
         self._key, self._cache = next_key, cache
         self._fresh[:] = False
         for request, count in zip(self.slots, counts, strict=True):
             for _ in range(count):
                 request.unread.popleft()  # type: ignore[union-attr]
-        return self._collect(result)
+        broken = [r for r, ok in zip(self.slots, is_finite, strict=True) if r and not ok]
+        for request in broken:
+            self.cancel(request)
+        finished = self._collect(result)
+        if broken:
+            names = ", ".join(
+                f"request {r.number} (prompt of {len(r.prompt)}, {len(r.tokens)} sampled)"
+                for r in broken
+            )
+            raise FloatingPointError(f"logits that are not finite; cancelled: {names}")
+        return finished
 
     def run(self) -> None:
         """Step until every request is done."""
@@ -197,10 +234,11 @@ def _advance(
     graph: nnx.GraphDef[DeltaNetLM],
     temperature: float,
     top_k: int | None,
-) -> tuple[Int[Array, " B"], LMCache]:
-    """Read `counts[i]` tokens in slot `i`, and sample."""
+) -> tuple[Int[Array, " B"], Bool[Array, " B"], LMCache]:
+    """Read `counts[i]` tokens in slot `i`, and sample; also whether its logits are finite."""
     model = nnx.merge(graph, state)
     mask = jnp.arange(tokens.shape[1]) < counts[:, None]
     features, cache = model.read(tokens, cache, mask=mask)
     logits: Float[Array, "B vocab"] = model.logits(last_real(features, mask))[:, 0]
-    return sample(logits, key, temperature, top_k), cache
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    return sample(logits, key, temperature, top_k), finite, cache

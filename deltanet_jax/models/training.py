@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from deltanet_jax import compat
+from deltanet_jax.core import checks
 from deltanet_jax.models.delta_net_lm import DeltaNetLM
 
 try:
@@ -87,6 +88,8 @@ def next_token_loss(
         >>> float(next_token_loss(model, jnp.asarray([[1, 2, 3]]))) > 0
         True
     """
+    if checks.integer_array("tokens", tokens, "[B, T]").shape[1] < 2:
+        raise ValueError(f"`tokens` must be [B, T] with T >= 2, a target each; got {tokens.shape}")
     logits = model(tokens, segment_ids=segment_ids, mask=mask)
 
     # The targets move and the logits stay: whatever shards their time axis divides it still.

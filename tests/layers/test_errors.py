@@ -41,6 +41,8 @@ BAD_OPTIONS = [
     ("dtype", {"dtype": "float31"}, "float31"),
     ("param_dtype", {"param_dtype": jnp.int8}, "int8"),
     ("param_dtype", {"param_dtype": None}, "None"),
+    ("rngs", {"rngs": jax.random.key(0)}, "nnx.Rngs(0)"),
+    ("rngs", {"rngs": 0}, "int"),
 ]
 
 

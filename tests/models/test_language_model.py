@@ -161,6 +161,15 @@ def test_the_cache_does_not_grow(model):
         ({"top_k": 0}, "`top_k`"),
         ({"top_k": 20}, "`top_k`"),
         ({"prompt": jnp.zeros((1, 0), int)}, "`prompt`"),
+        ({"prompt": [[1, 2]]}, "`prompt` must be an integer array"),
+        ({"prompt": jnp.zeros((1, 2))}, "`prompt` must have an integer dtype"),
+        ({"prompt": jnp.asarray([[1, 99]])}, r"`prompt` must hold tokens in \[0, .*got 99"),
+        ({"mask": jnp.asarray([[True] * 3, [False] * 3])}, r"`mask` .* rows \[1\] have none"),
+        ({"num_tokens": 2.5}, "`num_tokens` must be an integer"),
+        ({"num_tokens": True}, "`num_tokens` must be an integer"),
+        ({"temperature": "0.5"}, "`temperature` must be a number"),
+        ({"top_k": "3"}, "`top_k` must be an integer"),
+        ({"key": None}, "`key` is required"),
     ],
 )
 def test_bad_sampling_is_named(model, change, message):
@@ -251,10 +260,18 @@ def test_config_survives_json_and_names_what_is_wrong():
 
 
 def test_bad_tokens_are_named(model):
-    with pytest.raises(ValueError, match="`tokens` must be an array"):
+    with pytest.raises(ValueError, match=r"`tokens` must have shape \[B, T\]"):
         model(jnp.zeros(3, int))
-    with pytest.raises(ValueError, match="`tokens` must have a integer dtype"):
+    with pytest.raises(ValueError, match="`tokens` must have an integer dtype"):
         model(jnp.zeros((1, 3)))
+    with pytest.raises(ValueError, match="`tokens` must be an integer array .*got list"):
+        model([[1, 2]])
+    with pytest.raises(ValueError, match=r"`tokens` must hold tokens in \[0, 19\); got -1"):
+        model(jnp.asarray([[3, -1]]))
+    with pytest.raises(ValueError, match="`tokens` must be .* T >= 2"):
+        next_token_loss(model, tokens(T=1))
+    with pytest.raises(ValueError, match="`rngs` must be a flax.nnx.Rngs"):
+        DeltaNetLM(CONFIG, rngs=jax.random.key(0))
     with pytest.raises(ValueError, match="one part per block"):
         model.extend(tokens(), model.init_cache(2)[:1])
 

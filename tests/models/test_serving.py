@@ -1,5 +1,7 @@
 """Requests that share a batch get what each would get alone."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,73 @@ def test_requests_are_compared_by_identity(model):
     first, second = (server.submit([1, 2], 1) for _ in range(2))
     assert first != second
     assert len({first, second}) == 2
+
+
+def test_cancelled_requests_leave_and_others_go_on(model):
+    server, alone = (Server(model, 1, prefill=2) for _ in range(2))
+    wanted = alone.submit([7, 8], 4)
+    alone.run()
+    running, waiting, other = (server.submit(prompt, 4) for prompt in ([1, 2, 3], [4], [7, 8]))
+    for _ in range(3):
+        server.step()
+    sampled = list(running.tokens)
+    assert sampled
+    assert server.cancel(running)
+    assert server.cancel(waiting)
+    server.run()
+    assert (running.tokens, waiting.tokens, other.tokens) == (sampled, [], wanted.tokens)
+    assert not any(server.cancel(request) for request in (running, waiting, other))
+
+
+def test_logits_that_are_not_finite_name_their_request(model):
+    poisoned = nnx.clone(model)
+    poisoned.embedding[...] = model.embedding[...].at[5].set(jnp.nan)
+    alone, server = Server(model, 1), Server(poisoned, 2)
+    wanted = alone.submit([1, 2], 3)
+    alone.run()
+    good, bad = server.submit([1, 2], 3), server.submit([4, 5], 3)
+    with pytest.raises(FloatingPointError, match=r"request 1 \(prompt of 2, 0 sampled\)"):
+        server.run()
+    server.run()
+    assert (good.tokens, bad.tokens) == (wanted.tokens, [])
+
+
+def test_a_model_that_learns_does_not_change_what_runs(model):
+    learner = nnx.clone(model)
+    results = []
+    for change in (False, True):
+        server = Server(learner, 1)
+        request = server.submit([1, 2, 3], 4)
+        server.step()
+        if change:
+            for variable in jax.tree.leaves(nnx.state(learner), is_leaf=is_variable):
+                variable[...] = variable[...] + 1.0
+        server.run()
+        results.append(request.tokens)
+    assert results[0] == results[1]
+
+
+def is_variable(x):
+    return isinstance(x, nnx.Variable)
+
+
+def test_threads_submit_while_one_runs(model):
+    """Every request gets what it gets alone, whichever thread brought it."""
+    alone, server = (Server(model, 2, prefill=2) for _ in range(2))
+    wanted = [alone.submit([i], 5) for i in range(12)]
+    alone.run()
+    got = {}
+
+    def submit(numbers):
+        for i in numbers:
+            got[i] = server.submit([i], 5)
+
+    threads = [threading.Thread(target=submit, args=(range(n, 12, 3),)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or server.busy:
+        server.step()
+    assert [got[i].tokens for i in range(12)] == [request.tokens for request in wanted]
 
 
 def test_wrong_requests_are_named(model):
