@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu.blocks import lanes, launches, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import Ring, unravel
 from deltanet_jax.kernels.mosaic_gpu.program import WIDTH
 
 __all__ = ["chain_pieces"]
@@ -47,20 +48,18 @@ class Inputs(NamedTuple):
     offsets: Ref
 
 
-def _body(plan: Plan, refs: Inputs, entering: Ref, buffers: tuple[Ref, Ref], loaded: Ref) -> None:
-    item = lax.axis_index("program")
-    part, item = lax.rem(item, plan.slices), lax.div(item, plan.slices)
-    batch, head = lax.div(item, plan.heads), lax.rem(item, plan.heads)
-    columns = pl.ds(part * WIDTH, WIDTH)
+def _body(plan: Plan, refs: Inputs, entering: Ref, tiles: tuple[Ref, Ref], loaded: Ref) -> None:
+    batch, head, part = unravel(lax.axis_index("program"), plan.heads, plan.slices)
+    columns, ring = pl.ds(part * WIDTH, WIDTH), Ring(STAGES, loaded)
     last = plan.pieces - 1  # of the order of the walk; its map is not read
 
     def place(i: Index) -> tuple[Index, Index]:
         return batch * plan.pieces + (last - i if plan.reverse else i), head
 
     def load(i: Index) -> None:
-        stage = lax.rem(i, STAGES)
-        for source, target in zip((refs.high, refs.low), buffers, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[place(i)], target.at[stage], loaded.at[stage])
+        stage = ring.stage(i)
+        for source, tile in zip((refs.high, refs.low), tiles, strict=True):
+            stage.load(source.at[place(i)], tile.at[stage.index])
 
     def store(i: Index, state: jax.Array) -> None:
         target = entering.at[(*place(i), slice(None), columns)]
@@ -71,9 +70,9 @@ def _body(plan: Plan, refs: Inputs, entering: Ref, buffers: tuple[Ref, Ref], loa
         added = smem.load_f32_transposed(added, interpret=plan.interpret)
         store(i, state)
         left = lanes.halves(state, interpret=plan.interpret)
-        stage = lax.rem(i, STAGES)
-        plgpu.barrier_wait(loaded.at[stage])
-        right = [x.at[stage] for x in buffers]
+        stage = ring.stage(i)
+        stage.wait()
+        right = [x.at[stage.index] for x in tiles]
         if not plan.reverse:
             right = [smem.transposed(x) for x in right]
         pairs = mma.of_halves(left, right)

@@ -33,6 +33,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import unravel
 from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import SLICE, SWIZZLE, DecayedChunks
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
@@ -279,9 +280,9 @@ def _slice(
 class _Chunk(NamedTuple):
     """Position of the chunk of a thread block."""
 
-    batch: jax.Array
-    chunk: jax.Array
-    head: jax.Array
+    batch: Index
+    chunk: Index
+    head: Index
 
     def channels(self, at: Index, head: Index | None = None) -> tuple[Any, ...]:
         """32 channels of the tokens, of another head if given."""
@@ -311,9 +312,7 @@ def _panels(
 
 
 def _body(plan: Plan, refs: Inputs, out: ChannelGradients, every: Scratch, loaded: Loaded) -> None:
-    item = lax.axis_index("program")
-    head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
-    own = _Chunk(lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head)
+    own = _Chunk(*unravel(lax.axis_index("program"), plan.shape.chunks, plan.shape.heads))
 
     def placed() -> Scratch:
         zero = lanes.zero(interpret=plan.interpret)

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import unravel
 from deltanet_jax.kernels.mosaic_gpu.chunk_gradients import SMALL_BETA
 from deltanet_jax.kernels.mosaic_gpu.decayed_chunks import DecayedChunks, types_of
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
@@ -155,13 +156,8 @@ def _body(
     plan: Plan, refs: Inputs, results: OperandGradients, tiles: Scratch, loaded: Loaded
 ) -> None:
     delta, out = plan.shape.delta, results.decayed
-    item = lax.axis_index("program")
-    head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
-    place = batch, chunk, head = (
-        lax.div(item, plan.shape.chunks),
-        lax.rem(item, plan.shape.chunks),
-        head,
-    )
+    place = unravel(lax.axis_index("program"), plan.shape.chunks, plan.shape.heads)
+    batch, chunk, head = place
     tokens = pl.ds(chunk * CHUNK, CHUNK)
 
     def load_states(at: Index) -> None:

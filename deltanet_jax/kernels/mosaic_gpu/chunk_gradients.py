@@ -44,6 +44,7 @@ from deltanet_jax import compat
 from deltanet_jax.kernels.mosaic_gpu import gate_vectors, pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import Role, Share, run_roles
 from deltanet_jax.kernels.mosaic_gpu.chunk_gradients_plan import (
     Barriers,
     Inputs,
@@ -406,14 +407,12 @@ def _body(
 ) -> None:
     own_barriers = plan.arrivals.among(barriers)
     out = out._replace(**_in_place(planes))
-    role, registers = lax.axis_index("role"), plan.config.registers
 
     def walk(work: Callable[[Scratch, Barriers, Place], None], *, loads: bool = False) -> None:
-        program = lax.axis_index("program")
-        items = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+        share = Share(plan.items, plan.programs)
 
         def run(i: Index, step: Index) -> Index:
-            item = program + i * plan.programs
+            item = share.item(i)
             length = plan.length(item)
 
             def chunk(turn: Index, step: Index) -> Index:
@@ -425,28 +424,25 @@ def _body(
             after: Index = lax.fori_loop(0, length, chunk, step)
             return after
 
-        lax.fori_loop(0, items, run, jnp.int32(0))
+        lax.fori_loop(0, share.rounds, run, jnp.int32(0))
 
-    @pl.when(role == 0)
-    def _() -> None:
-        plgpu.set_max_registers(registers[0], action="increase")
+    def queries() -> None:
         walk(functools.partial(_query_step, plan, out))
         plgpu.barrier_wait(own_barriers.free)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(role == 1)
-    def _() -> None:
-        plgpu.set_max_registers(registers[1], action="increase")
+    def keys() -> None:
         walk(functools.partial(_key_step, plan, out))
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(role == 2)
-    def _() -> None:
-        plgpu.set_max_registers(registers[2], action="decrease")
+    def produce() -> None:
         walk(functools.partial(_load, plan, refs, planes), loads=True)
         own = own_barriers
         for freed in (own.freed_values, own.freed_state, own.freed_keys):
             plgpu.barrier_wait(freed)
+
+    bodies = zip(plan.config.registers, (queries, keys, produce), strict=True)
+    run_roles(*(Role(1, registers, body) for registers, body in bodies))
 
 
 def _own_tiles(plan: Plan, every: Scratch, step: Index | None) -> Scratch:

@@ -5,12 +5,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deltanet_jax.kernels.mosaic_gpu import state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import unravel
 from deltanet_jax.kernels.mosaic_gpu.gate_vectors import GateParts
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import Config, config_of, sm_count
@@ -115,11 +115,9 @@ class Plan:
             b=2 if gated else None,
         )
 
-    def locate(self, item: Index) -> tuple[Index, Index, Index, Index]:
+    def locate(self, item: Index) -> tuple[Index, ...]:
         """Batch, run, head and block of K of one work item."""
-        block, item = lax.rem(item, self.key_blocks), lax.div(item, self.key_blocks)
-        head, item = lax.rem(item, self.shape.heads), lax.div(item, self.shape.heads)
-        return lax.div(item, self.runs), lax.rem(item, self.runs), head, block
+        return unravel(item, self.runs, self.shape.heads, self.key_blocks)
 
     def length(self, item: Index) -> Index:
         """Chunks of one work item; the last run of a sequence may be shorter than the others."""

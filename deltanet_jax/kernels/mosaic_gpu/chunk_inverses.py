@@ -35,6 +35,7 @@ from deltanet_jax.kernels.mosaic_gpu.blocks import (
     warp,
 )
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import Share, unravel
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import config_of, sm_count
 
@@ -179,14 +180,12 @@ def minus_overlaps(
 def _body(plan: Plan, refs: Inputs, out: Ref, tiles: Scratch, loaded: Ref) -> None:
     own = Inputs(tiles.k, tiles.beta, tiles.b, tiles.b_column)
     inverse = InverseTiles(*tiles[: -len(own)])
-    program = lax.axis_index("program")
-    rounds = lax.div(plan.items - program + plan.programs - 1, plan.programs)
+    share = Share(plan.items, plan.programs)
+    rounds = share.rounds
 
-    def place(i: Index) -> tuple[Index, Index, Index]:
+    def place(i: Index) -> tuple[Index, ...]:
         """Batch, chunk and head of the i-th item of this thread block."""
-        item = program + i * plan.programs
-        head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
-        return lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head
+        return unravel(share.item(i), plan.shape.chunks, plan.shape.heads)
 
     def load(i: Index) -> None:
         batch, chunk, head = place(i)

@@ -28,6 +28,7 @@ from deltanet_jax.kernels.mosaic_gpu import chunk_inverses
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, channel_decay, launches, smem, warp
 from deltanet_jax.kernels.mosaic_gpu.blocks.lanes import BLOCK
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import unravel
 from deltanet_jax.kernels.mosaic_gpu.chunk_inverses import InverseTiles
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import config_of, sm_count
@@ -37,7 +38,7 @@ __all__ = ["SLICE", "SWIZZLE", "DecayedChunks", "decayed_chunks", "types_of"]
 SLICE = 32  # channels at a time
 SWIZZLE = 2 * SLICE  # bytes: a slice is one tile of its array
 HALF = CHUNK // 2
-Place = tuple[Index, Index, Index]  # batch, chunk and head
+Place = tuple[Index, ...]  # batch, chunk and head
 # By size, what `i ^ j` has in common for a block of 16 tokens i and the one of the tokens j.
 DISTANCES = {16: (16,), 32: (32, 48)}
 
@@ -314,8 +315,7 @@ def _body(
     def place_of(i: Index) -> Place:
         # Where nothing is left a warpgroup repeats the last chunk.
         item = jnp.minimum((i * plan.programs + program) * plan.warpgroups + role, plan.items - 1)
-        head, item = lax.rem(item, plan.shape.heads), lax.div(item, plan.shape.heads)
-        return lax.div(item, plan.shape.chunks), lax.rem(item, plan.shape.chunks), head
+        return unravel(item, plan.shape.chunks, plan.shape.heads)
 
     def keys_at(place: Place, at: Index) -> tuple[Index, Any, Index, Any]:
         batch, chunk, head = place

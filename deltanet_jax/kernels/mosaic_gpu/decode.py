@@ -20,6 +20,7 @@ from deltanet_jax import compat
 from deltanet_jax.core.problem import GateKind
 from deltanet_jax.kernels.mosaic_gpu.blocks import launches, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import unravel
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import config_of, sm_count
 
@@ -79,8 +80,7 @@ class Results(NamedTuple):
 def _body(plan: Plan, refs: Inputs, old_state: Ref, out: Results) -> None:
     item, parts = lax.axis_index("program"), plan.shape.value_dim // plan.width
     columns = pl.ds(lax.rem(item, parts) * plan.width, plan.width)
-    item = lax.div(item, parts)
-    batch, head = lax.div(item, plan.shape.heads), lax.rem(item, plan.shape.heads)
+    batch, head = unravel(lax.div(item, parts), plan.shape.heads)
     key_head = lax.div(head, plan.shape.group)
 
     def load(ref: Ref, layout: smem.Layout) -> jax.Array:

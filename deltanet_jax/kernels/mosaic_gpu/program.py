@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import pairs, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, launches, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
+from deltanet_jax.kernels.mosaic_gpu.blocks.pipeline import Ring, Role, run_roles, unravel
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 from deltanet_jax.kernels.mosaic_gpu.tuning import Config, config_of, sm_count
 
@@ -27,9 +28,9 @@ __all__ = [
     "WIDTH",
     "Inputs",
     "Own",
+    "Pipeline",
     "Place",
     "Plan",
-    "Turns",
     "fill_rounds",
     "fills",
     "launch",
@@ -174,19 +175,19 @@ class Place(NamedTuple):
     columns: Any
 
 
-Walk = Callable[[Plan, Inputs, Any, Callable[[], Own], "Turns", Place], None]
+Walk = Callable[[Plan, Inputs, Any, Callable[[], Own], "Pipeline", Place], None]
 Results = TypeVar("Results")
 
 
-class Turns(NamedTuple):
+class Pipeline(NamedTuple):
     """Pipeline between a consumer warpgroup and its producers, for the i-th chunk."""
 
     wait: Callable[[Any], tuple[Inputs, Own]]  # until it is loaded; returns its tiles
     wait_scores: Callable[[Any], None]  # once a chunk
-    free: Callable[[Any], None]  # all of its tiles
+    release: Callable[[Any], None]  # all of its tiles
     # Where the inverse is computed in the same thread block:
     wait_inverse: Callable[[Any], None] = lambda i: None
-    free_inverse: Callable[[Any], None] = lambda i: None  # and `q`
+    release_inverse: Callable[[Any], None] = lambda i: None  # and `q`
     stored: Callable[[Any], None] = lambda i: None  # the outputs of the chunk before are
 
 
@@ -258,12 +259,9 @@ def _item(plan: Plan) -> Index:
 
 def _place(plan: Plan) -> tuple[Index, Index, Index]:
     """Batch, head and first columns of V of this warpgroup's item."""
-    head, part = lax.div(_item(plan), plan.slices), lax.rem(_item(plan), plan.slices)
-    return (
-        lax.div(head, plan.shape.heads),
-        lax.rem(head, plan.shape.heads),
-        part * plan.config.columns,
-    )
+    row, part = lax.div(_item(plan), plan.slices), lax.rem(_item(plan), plan.slices)
+    batch, head = unravel(row, plan.shape.heads)
+    return batch, head, part * plan.config.columns
 
 
 def _column(plan: Plan) -> Index:
@@ -276,24 +274,14 @@ def plane(plan: Plan) -> Index:
     return _place(plan)[2] + _column(plan)
 
 
-def _stage(plan: Plan, i: Index) -> Index:
-    """Return the pipeline stage of the i-th chunk of this warpgroup's item."""
-    return _seat(plan) * plan.config.stages + lax.rem(i, plan.config.stages)
-
-
-def _score_tile(plan: Plan, i: Index) -> Index:
-    return _seat(plan) * plan.score_tiles + lax.rem(i, plan.score_tiles)
-
-
-def _load(plan: Plan, refs: Inputs, stages: Inputs, loaded: Ref, i: Index) -> None:
+def _load(plan: Plan, refs: Inputs, stages: Inputs, chunks: Ring, i: Index) -> None:
     """Issue the loads of the i-th chunk."""
     batch, head, first = _place(plan)
-    stage = _stage(plan, i)
+    stage = chunks.stage(i)
     chunk = plan.shape.chunks - 1 - i if plan.reverse else i
 
     def copy(source: Ref, tile: Ref, *index: Any, part: tuple[int, ...] = ()) -> None:
-        target = tile.at[(stage, *part)]
-        plgpu.copy_gmem_to_smem(source.at[index], target, loaded.at[stage])
+        stage.load(source.at[index], tile.at[(stage.index, *part)])
 
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     of_tokens, of_chunks = _loads(refs, stages)
@@ -308,28 +296,27 @@ def _load(plan: Plan, refs: Inputs, stages: Inputs, loaded: Ref, i: Index) -> No
 
 
 def _serve(
-    plan: Plan, load: Callable[[Index], None], stages: Inputs, loaded: Ref, ready: Ref, freed: Ref
+    plan: Plan, load: Callable[[Index], None], stages: Inputs, chunks: Ring, scores: Ring
 ) -> None:
     """Produce: load every chunk and compute its scores."""
     ahead = plan.config.stages - 1
 
     def pair(i: Index) -> None:
-        stage = _stage(plan, i)
-        plgpu.barrier_wait(loaded.at[stage])
+        stage = chunks.stage(i)
+        stage.wait()
         operands = (stages.q, stages.k, stages.b, stages.b_column)
-        tiles = launches.at(operands, lambda: stage)
-        scores = pairs.scores(*tiles, interpret=plan.interpret).astype(plan.shape.dtype)
-        at = _score_tile(plan, i)
-        stages.scores.at[at][...] = scores
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(ready.at[at])
+        tiles = launches.at(operands, lambda: stage.index)
+        x = pairs.scores(*tiles, interpret=plan.interpret).astype(plan.shape.dtype)
+        made = scores.stage(i)
+        stages.scores.at[made.index][...] = x
+        made.commit()
 
     def step(i: Index, _: None) -> None:
         # With two tiles the scores are ready before their chunk begins.
         if plan.score_tiles == 2:
             pair(i)
-        last = _stage(plan, i + ahead)
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(freed.at[last]))
+        following = chunks.stage(i + ahead)
+        pl.when(i > 0)(following.acquire)
         pl.when(i + ahead < plan.shape.chunks)(lambda: load(i + ahead))
         if plan.score_tiles == 1:
             pair(i)
@@ -338,7 +325,7 @@ def _serve(
         load(i)
     lax.fori_loop(0, plan.shape.chunks, step, None)
     last = plan.shape.chunks - 1 + lanes.zero(interpret=plan.interpret)
-    plgpu.barrier_wait(freed.at[_stage(plan, last)])
+    chunks.stage(last).acquire()
 
 
 def _body(
@@ -353,50 +340,49 @@ def _body(
     freed: Ref,
     end: Ref,
 ) -> None:
-    role, computing = lax.axis_index("role"), plan.config.items * plan.config.columns
     # The last thread block may have one item fewer.
     present = _item(plan) < plan.items if plan.items % plan.config.items else True
-    load = functools.partial(_load, plan, refs, stages, loaded)
+    seat = functools.partial(_seat, plan)
+    chunks = Ring(plan.config.stages, loaded, freed, seat)
+    scores = Ring(plan.score_tiles, ready, first=seat)  # released with their chunk
 
-    @pl.when(role < computing)
-    def _() -> None:
-        plgpu.set_max_registers(plan.config.registers[0], action="increase")
+    def own() -> Own:
+        # Recomputed wherever they are needed, see `lanes.zero`.
+        return launches.at(own_tiles, lambda: lax.axis_index("role"))
 
-        def wait(i: Index) -> tuple[Inputs, Own]:
-            stage = _stage(plan, i)
-            plgpu.barrier_wait(loaded.at[stage])
-            tile = launches.at(stages._replace(v=None, do=None), lambda: stage)
-            if plan.score_tiles:
-                tile = tile._replace(scores=stages.scores.at[_score_tile(plan, i)])
-            values = stages.values.at[stage, _column(plan)]
-            field = "do" if stages.v is None else "v"
-            return tile._replace(**{field: values}), own()
+    def wait(i: Index) -> tuple[Inputs, Own]:
+        stage = chunks.stage(i)
+        stage.wait()
+        tile = launches.at(stages._replace(v=None, do=None), lambda: stage.index)
+        if plan.score_tiles:
+            tile = tile._replace(scores=stages.scores.at[scores.stage(i).index])
+        values = stages.values.at[stage.index, _column(plan)]
+        return tile._replace(do=values) if plan.reverse else tile._replace(v=values), own()
 
-        def own() -> Own:
-            # Recomputed wherever they are needed, see `lanes.zero`.
-            return launches.at(own_tiles, lambda: lax.axis_index("role"))
+    def wait_scores(i: Index) -> None:
+        if plan.score_tiles:
+            scores.stage(i).wait()
 
-        def wait_scores(i: Index) -> None:
-            if plan.score_tiles:
-                plgpu.barrier_wait(ready.at[_score_tile(plan, i)])
-
-        def free(i: Index) -> None:
-            plgpu.barrier_arrive(freed.at[_stage(plan, i)])
-
+    def consume() -> None:
         @pl.when(present)
         def _() -> None:
             batch, head, _ = _place(plan)
             place = Place(batch, head, pl.ds(plane(plan) * WIDTH, WIDTH))
-            walk(plan, refs, out, own, Turns(wait, wait_scores, free), place)
+            pipeline = Pipeline(wait, wait_scores, lambda i: chunks.stage(i).release())
+            walk(plan, refs, out, own, pipeline, place)
 
         plgpu.barrier_arrive(end)
 
-    @pl.when(role >= computing)
-    def _() -> None:
-        plgpu.set_max_registers(plan.config.registers[1], action="decrease")
-        pl.when(present)(lambda: _serve(plan, load, stages, loaded, ready, freed))
-        # Producers stay: a warpgroup that leaves while another still multiplies faults.
+    def produce() -> None:
+        load = functools.partial(_load, plan, refs, stages, chunks)
+        pl.when(present)(lambda: _serve(plan, load, stages, chunks, scores))
         plgpu.barrier_wait(end)
+
+    config = plan.config
+    run_roles(
+        Role(config.items * config.columns, config.registers[0], consume),
+        Role(config.items, config.registers[1], produce),
+    )
 
 
 def launch(
@@ -415,7 +401,7 @@ def launch(
     Args:
         name: Name of the kernel in profiles.
         plan: The launch.
-        walk: `(plan, refs, out, own, turns, place)`, where `own` returns the tiles of that name,
+        walk: `(plan, refs, out, own, pipeline, place)`, where `own` returns the tiles of that name,
             and chunks are counted in the order of the walk.
         inputs: Arrays; all but the state are loaded.
         outputs: Record of the types of the results.

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import program, state_planes
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
-from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Inputs, Own, Place, Plan, Turns
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Inputs, Own, Pipeline, Place, Plan
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["StateGradients", "reverse_states"]
@@ -111,7 +111,7 @@ def _walk(
     refs: Inputs,
     out: StateGradients,
     own: Callable[[], Own],
-    turns: Turns,
+    pipeline: Pipeline,
     place: Place,
 ) -> None:
     """Walk the chunks of one warpgroup's columns."""
@@ -136,10 +136,10 @@ def _walk(
         tokens = pl.ds(chunk * CHUNK, CHUNK)
         if not plan.only_state:
             store_cotangent(stored, tokens)
-        tile, tiles = turns.wait(i)
+        tile, tiles = pipeline.wait(i)
         target = None if plan.only_state else out.dv.at[batch, tokens, head, columns]
-        state = _chunk(plan, tile, tiles, lambda: turns.wait_scores(i), target, list(state))
-        turns.free(i)
+        state = _chunk(plan, tile, tiles, lambda: pipeline.wait_scores(i), target, list(state))
+        pipeline.release(i)
         return state
 
     places = [(batch, head, rows, columns) for rows in plan.rows]

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deltanet_jax.kernels.mosaic_gpu import program, run_states_fused
 from deltanet_jax.kernels.mosaic_gpu.blocks import CHUNK, lanes, mma, smem
 from deltanet_jax.kernels.mosaic_gpu.blocks.launches import Index, Ref
-from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Inputs, Own, Place, Plan, Turns
+from deltanet_jax.kernels.mosaic_gpu.program import WIDTH, Inputs, Own, Pipeline, Place, Plan
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
 __all__ = ["States", "run_states", "state_maps"]
@@ -86,7 +86,7 @@ def _chunk(
     plan: Plan,
     tile: Inputs,
     own: Own,
-    turns: Turns,
+    pipeline: Pipeline,
     chunk: Index,
     place: Place,
     state: list[jax.Array],
@@ -99,23 +99,23 @@ def _chunk(
     write = u = _values(plan, tile.v, place)
     if plan.shape.delta:
         error = u - read.pop(0)
-        turns.wait_inverse(chunk)
+        pipeline.wait_inverse(chunk)
         products = _times_inverse(plan, tile.inverse, error)
         u = mma.product(SHAPE, *products, interpret=plan.interpret)
         if early:
-            turns.free_inverse(chunk)
+            pipeline.release_inverse(chunk)
         write = u * _over_tokens(tile.beta)
     steps: list[tuple[jax.Array, list[tuple[jax.Array, Ref]]]] = []
     if not plan.only_state:
         # The stores of the chunk before have read their tiles.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        turns.stored(chunk)
+        pipeline.stored(chunk)
         if plan.save and plan.shape.delta:
             _keep(plan, own.u, u)
         if not early:
             read = _read(plan, tile.decay, state, tile.q)
-            turns.free_inverse(chunk)
-        turns.wait_scores(chunk)
+            pipeline.release_inverse(chunk)
+        pipeline.wait_scores(chunk)
         pair = write.astype(plan.shape.dtype), smem.transposed(tile.scores)
         (queries,) = read
         steps = [(queries, [pair])]
@@ -126,7 +126,7 @@ def _chunk(
     for block, keys in zip(state, plan.key_blocks, strict=True):
         steps += [(block, [(added, tile.writing.at[:, keys])])]
     done = mma.accumulate(*steps, interpret=plan.interpret)
-    turns.free(chunk)
+    pipeline.release(chunk)
     return done[-len(state) :], None if plan.only_state else done[0]
 
 
@@ -146,7 +146,7 @@ def _keep(plan: Plan, tile: Ref, x: jax.Array) -> None:
 
 
 def _walk(
-    plan: Plan, refs: Inputs, out: States, own: Callable[[], Own], turns: Turns, place: Place
+    plan: Plan, refs: Inputs, out: States, own: Callable[[], Own], pipeline: Pipeline, place: Place
 ) -> None:
     """Walk the chunks of one warpgroup's columns."""
     batch, head, columns = place
@@ -160,8 +160,8 @@ def _walk(
         plgpu.copy_smem_to_gmem(own().state, target)
 
     def step(chunk: Index, state: list[jax.Array]) -> list[jax.Array]:
-        tile, tiles = turns.wait(chunk)
-        state, o = _chunk(plan, tile, tiles, turns, chunk, place, list(state))
+        tile, tiles = pipeline.wait(chunk)
+        state, o = _chunk(plan, tile, tiles, pipeline, chunk, place, list(state))
         if o is None:
             return state
         tokens = (batch, pl.ds(chunk * CHUNK, CHUNK), head, columns)

@@ -29,10 +29,10 @@ from deltanet_jax.kernels.mosaic_gpu.program import (
     WIDTH,
     Inputs,
     Own,
+    Pipeline,
     Place,
     Plan,
     Results,
-    Turns,
     Walk,
     fill_rounds,
     fills,
@@ -196,9 +196,9 @@ def _serve(plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, server:
     plgpu.barrier_wait(barriers.end)
 
 
-def _turns(
+def _pipeline(
     plan: Plan, refs: Inputs, stages: Inputs, barriers: Barriers, place: Place, role: Index
-) -> Turns:
+) -> Pipeline:
     """Return the pipeline of one consumer warpgroup, which loads its own columns of `v`."""
     batch, head, columns = place
     config = _config(plan)
@@ -235,12 +235,12 @@ def _turns(
 
     for i in range(min(config.value_stages, plan.shape.chunks)):
         load(i)
-    return Turns(
+    return Pipeline(
         wait,
         wait_inverse=lambda i: plgpu.barrier_wait(at(barriers.ready, i)),
-        free_inverse=lambda i: plgpu.barrier_arrive(at(barriers.applied, i)),
+        release_inverse=lambda i: plgpu.barrier_arrive(at(barriers.applied, i)),
         wait_scores=lambda i: None,
-        free=lambda i: plgpu.barrier_arrive(at(barriers.freed, i)),
+        release=lambda i: plgpu.barrier_arrive(at(barriers.freed, i)),
         stored=stored,
     )
 
@@ -255,8 +255,8 @@ def _body(
         plgpu.set_max_registers(registers[0], action="increase")
         batch, head = _place(plan, role)
         place = Place(batch, head, pl.ds(lax.rem(role, plan.config.columns) * WIDTH, WIDTH))
-        turns = _turns(plan, refs, stages, barriers, place, role)
-        walk(plan, refs, out, Own, turns, place)
+        pipeline = _pipeline(plan, refs, stages, barriers, place, role)
+        walk(plan, refs, out, Own, pipeline, place)
         plgpu.barrier_arrive(barriers.end)
 
     @pl.when(role >= SERVERS)
