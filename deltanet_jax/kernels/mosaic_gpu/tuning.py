@@ -7,7 +7,17 @@ import jax
 from deltanet_jax.core.problem import GateKind
 from deltanet_jax.kernels.mosaic_gpu.shape import Shape
 
-__all__ = ["ROWS", "SMS_OF_H200", "Call", "Config", "Row", "config_of", "find_config", "sm_count"]
+__all__ = [
+    "HOPPER",
+    "ROWS",
+    "SMS_OF_H200",
+    "Call",
+    "Config",
+    "Row",
+    "config_of",
+    "find_config",
+    "sm_count",
+]
 
 SMS_OF_H200 = 132
 HOPPER = "sm_90"
