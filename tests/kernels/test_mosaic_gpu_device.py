@@ -50,6 +50,19 @@ CASES = {
     },
     "kda-split": {"T": 8200, "K": 128, "V": 128, "gate": 0.05, "channels": True},
     "gla": {"T": 1000, "H": 2, "HV": 2, "K": 128, "delta": False, "gate": 1.0, "channels": True},
+    "odd-sizes": {"B": 2, "T": 300, "H": 2, "HV": 4, "K": 24, "V": 50},
+    "gated-odd-sizes": {"T": 500, "H": 2, "HV": 2, "K": 96, "V": 192, "gate": 0.2},
+    "wide-values": {"T": 300, "H": 2, "HV": 2, "K": 256, "V": 512, "gate": 0.2, "segments": True},
+    "gla-wide": {
+        "T": 300,
+        "H": 2,
+        "HV": 2,
+        "K": 256,
+        "V": 300,
+        "gate": 1.0,
+        "delta": False,
+        "channels": True,
+    },
     "cos0.6": {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "cos": 0.6},
 }
 HARDEST = {"B": 2, "T": 1024, "H": 4, "HV": 4, "K": 128, "V": 128, "cos": 0.9, "largest_beta": 2.0}
