@@ -1,4 +1,4 @@
-"""A launch as part of a JAX program: under `vmap`, and inside `shard_map`."""
+"""Launches of kernels on records of arrays: shared memory, `vmap`, and inside `shard_map`."""
 
 import math
 from collections.abc import Callable
