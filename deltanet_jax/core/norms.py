@@ -63,7 +63,7 @@ def _columns(scale: jax.Array, like: jax.Array) -> jax.Array:
 
 
 class _Row(NamedTuple):
-    """What the derivative reads; `unit = x * factor * rate`."""
+    """Arrays that the derivative reads; `unit = x * factor * rate`."""
 
     x: jax.Array
     scale: jax.Array | None
