@@ -16,6 +16,7 @@ __all__ = [
     "repeat",
     "rows",
     "shard_like",
+    "split_over",
     "type_like",
     "vary_like",
     "varying_axes",
@@ -91,6 +92,15 @@ def on_whole_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
         return function(x)
     whole = _reshard(x, (None,) * x.ndim)
     return _reshard(function(whole), spec)
+
+
+def split_over(x: jax.Array, axis: int) -> str | None:
+    """Name the explicit mesh axes that split this axis of `x` over several devices."""
+    spec = _explicit_spec(x)
+    part = None if spec is None else spec[axis]
+    names = part if isinstance(part, tuple) else () if part is None else (part,)
+    several = [str(n) for n in names if jax.typeof(x).sharding.mesh.shape[n] > 1]
+    return ", ".join(several) or None
 
 
 def _explicit_spec(x: jax.Array) -> tuple[object, ...] | None:

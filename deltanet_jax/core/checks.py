@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from deltanet_jax import compat
+
 __all__ = [
     "axis_size",
     "check_shape",
+    "check_whole_time",
     "choice",
     "flag",
     "integer_array",
@@ -113,6 +116,16 @@ def check_shape(
     if shape is not None and any(w not in (None, n) for w, n in zip(shape, got, strict=True)):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"`{name}` must have shape {axes} = [{wanted}]; got {got}")
+
+
+def check_whole_time(name: str, x: jax.Array) -> None:
+    """Raise if axis 1, time, is split over explicit axes of a mesh."""
+    axes = compat.split_over(x, 1)
+    if axes is not None:
+        raise ValueError(
+            f"`{name}` must not be sharded along time, its axis 1; got mesh axis {axes}. Layers "
+            "and models take such inputs with `context_axis`"
+        )
 
 
 def integer_array(

@@ -23,6 +23,7 @@ from deltanet_jax.layers.options import OUTPUT_GATES, LayerOptions, check_implem
 from deltanet_jax.layers.padding import Packing, pack, runs_of
 from deltanet_jax.layers.parameters import EMBED, HEADS, LinearPrecision, projection
 from deltanet_jax.ops.api import Choice, linear_attention, step
+from deltanet_jax.ops.signature import ConstructorSignature, checked_call
 
 __all__ = ["AssociativeDeltaNet", "ChunkwiseDeltaNet", "DeltaNet", "RecurrentDeltaNet"]
 
@@ -50,8 +51,10 @@ class DeltaNet(nnx.Module):
         ((1, 5, 8), (1, 2, 4, 4), True)
     """
 
+    __signature__ = ConstructorSignature()
     implementation: Choice = None
 
+    @checked_call
     def __init__(
         self,
         hidden_size: int,
@@ -178,6 +181,7 @@ class DeltaNet(nnx.Module):
         self.o_norm = RMSNorm(o.value_dim, eps=o.norm_eps, param_dtype=self.param_dtype)
         self.o_proj = linear(values, D, (HEADS, EMBED))
 
+    @checked_call
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -213,6 +217,7 @@ class DeltaNet(nnx.Module):
         # Three arrays, though two are equal: the same buffer cannot be donated twice.
         return DeltaNetCache(state, *(jnp.zeros((B, past, n), dtype) for n in (keys, keys, values)))
 
+    @checked_call
     def extend(
         self,
         x: Float[Array, "B T D"],

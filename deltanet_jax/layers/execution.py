@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from deltanet_jax import parallel
+from deltanet_jax.core.checks import check_whole_time
 from deltanet_jax.layers.cache import DeltaNetCache
 from deltanet_jax.layers.convolution import ShortConvolution
 from deltanet_jax.layers.gates import DecayParameters
@@ -44,6 +45,7 @@ def mix_here(
 
     Compiling every operation by itself takes several times as long, and so does running them.
     """
+    check_whole_time("x", x)
     arrays = (x, cache, segment_ids, mask)
     if not (is_on_default_platform(x) and _has_known_parts(layer)):
         return layer._mix(*arrays)

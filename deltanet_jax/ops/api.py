@@ -12,7 +12,7 @@ from deltanet_jax.core.problem import start_state
 from deltanet_jax.ops import canonical, dispatch, ragged
 from deltanet_jax.ops.arguments import CallOptions, Choice, Gate, Options, Result, Segments
 from deltanet_jax.ops.dispatch import Implementation
-from deltanet_jax.ops.signature import checked_call, required
+from deltanet_jax.ops.signature import checked_call, gate_of_rank, required
 
 __all__ = [
     "Choice",
@@ -167,7 +167,7 @@ def gated_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T HV V"],
-    g: Gate,
+    g: Float[Array, "B T HV"],
     beta: Float[Array, "B T HV"],
     **options: Unpack[Options],
 ) -> Result:
@@ -178,7 +178,8 @@ def gated_delta_rule(
         S_t = (I - beta_t k_t^T k_t) exp(g_t) S_{t-1} + beta_t k_t^T v_t
         o_t = scale * q_t S_t
 
-    `g` is one log-decay per head, `[B, T, HV]`; one per key channel makes the rule KDA.
+    `g` is one log-decay per head, `[B, T, HV]`; with one per key channel the rule is
+    `kimi_delta_attention`.
     Arguments, results and errors are those of `linear_attention`.
 
     Example:
@@ -190,7 +191,8 @@ def gated_delta_rule(
     References:
         Yang et al., 2024, arXiv:2412.06464.
     """
-    return linear_attention(q, k, v, g=required("g", g), beta=required("beta", beta), **options)
+    gate = gate_of_rank(3, g, "[B, T, HV]", "`kimi_delta_attention` takes a gate per key channel")
+    return linear_attention(q, k, v, g=gate, beta=required("beta", beta), **options)
 
 
 @checked_call
@@ -252,9 +254,7 @@ def kimi_delta_attention(
     References:
         Kimi Team, 2025, arXiv:2510.26692.
     """
-    gate = required("g", g)
-    if getattr(gate, "ndim", None) != 4:
-        raise ValueError(f"`g` must have shape [B, T, HV, K]; got {jnp.shape(gate)}")
+    gate = gate_of_rank(4, g, "[B, T, HV, K]", "`gated_delta_rule` takes a gate per head")
     return linear_attention(q, k, v, g=gate, beta=required("beta", beta), **options)
 
 

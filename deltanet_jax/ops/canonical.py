@@ -183,6 +183,8 @@ def canonical_problem(
     HV, V = v.shape[2:]
     if H == 0 or HV % H:
         raise ValueError(f"the heads of `v` must be a multiple of those of `q`; got {HV} and {H}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.check_whole_time(name, x)
     dtype = common_dtype(q, k, v)
     acc = accumulation_dtype(q, k, v)
     if beta is not None:

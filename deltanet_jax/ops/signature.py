@@ -5,7 +5,10 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, get_args, get_type_hints
 
-__all__ = ["CallError", "checked_call", "required"]
+import jax
+import numpy as np
+
+__all__ = ["CallError", "ConstructorSignature", "checked_call", "gate_of_rank", "required"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,12 +36,25 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            names = ", ".join(signature.parameters)
-            raise CallError(f"{function.__name__}() {error}; its arguments are {names}") from None
+            names = ", ".join(name for name in signature.parameters if name != "self")
+            raise CallError(
+                f"{function.__qualname__}() {error}; its arguments are {names}"
+            ) from None
         return function(*args, **kwargs)
 
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     return wrapper
+
+
+class ConstructorSignature:
+    """Attribute `__signature__` of a class whose metaclass hides that of `__init__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:  # a call of the instance has a signature of its own
+            raise AttributeError("__signature__")
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        _, *parameters = signature.parameters.values()
+        return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def required(name: str, x: R | None) -> R:
@@ -46,3 +62,11 @@ def required(name: str, x: R | None) -> R:
     if x is None:
         raise ValueError(f"`{name}` is required here; got None (`linear_attention` takes None)")
     return x
+
+
+def gate_of_rank(rank: int, g: jax.Array | None, axes: str, other: str) -> jax.Array:
+    """Return the gate, whose shape the name of the function fixes."""
+    gate = required("g", g)
+    if isinstance(gate, jax.Array | np.ndarray) and gate.ndim != rank:
+        raise ValueError(f"`g` must have shape {axes}; got {gate.shape} ({other})")
+    return gate

@@ -1,12 +1,16 @@
 """Wrong input is a ValueError that names the argument, what came and what fits."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from deltanet_jax import ChunkwiseDeltaNet, DeltaNet
+from deltanet_jax import ChunkwiseDeltaNet, DeltaNet, linear_attention
 
 BAD_OPTIONS = [
     ("hidden_size", {"hidden_size": 0}, "0"),
@@ -96,6 +100,36 @@ def test_cache_of_another_batch_or_layer_is_refused(layer):
         layer.extend(X[0], layer.init_cache(2))
     with pytest.raises(ValueError, match=r"`batch_size`.*0"):
         layer.init_cache(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda _: DeltaNet(12, 2, rng=nnx.Rngs(0)), r"DeltaNet.__init__\(\).* rngs$"),
+        (lambda layer: layer(X, masks=None), "'masks'; its arguments are x, segment_ids, mask$"),
+        (lambda layer: layer.extend(X), "'cache'; its arguments are x, cache, mask$"),
+    ],
+)
+def test_calls_that_do_not_fit_name_the_arguments(layer, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(layer)
+
+
+def test_help_shows_how_a_layer_is_made(layer):
+    parameters = inspect.signature(ChunkwiseDeltaNet).parameters
+    assert list(parameters)[:3] == ["hidden_size", "num_heads", "head_dim"]
+    assert list(inspect.signature(layer).parameters) == ["x", "segment_ids", "mask"]
+
+
+def test_time_sharded_explicitly_asks_for_the_context_axis(layer):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 4, 12)), NamedSharding(mesh, P(None, "data")))
+        with pytest.raises(ValueError, match="`x` must not be sharded along time.*data.*`context_"):
+            layer(x)
+        q = x.reshape(2, 4, 2, 6, out_sharding=P(None, "data"))
+        with pytest.raises(ValueError, match="`q` must not be sharded along time"):
+            linear_attention(q, q, q)
 
 
 def test_no_tokens_and_no_rows_are_legal(layer):

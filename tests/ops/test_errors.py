@@ -103,6 +103,9 @@ def test_missing_gates_of_named_members_are_named():
         d.gated_linear_attention(q, k, v, None)
     with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV, K\]"):
         d.kimi_delta_attention(q, k, v, g, beta)
+    vector = -ones((B, T, HV, q.shape[-1]), np.float32)
+    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV\].*`kimi_delta_att"):
+        d.gated_delta_rule(q, k, v, vector, beta)
     with pytest.raises(ValueError, match="missing a required argument: 'beta'"):
         d.delta_rule(q, k, v)
 
