@@ -137,7 +137,14 @@ def run(options: CacheSize) -> Run:
              f"{r['tokens']:g}", r["first_larger"])
             for r in crossings
         ]  # fmt: skip
-        columns = ["compared", "d", "state", "predicted L", "equal at L", "KV larger from L"]
+        columns = [
+            "compared",
+            "d",
+            "state",
+            "predicted L (tokens)",
+            "equal at L",
+            "KV larger from L",
+        ]
         console.print(make_table(f"One layer, {options.heads} heads of size d", columns, rows))
         console.print(f"record: {record.directory}")
     return record

@@ -1,7 +1,9 @@
 """The state of a training run on disk, bit for bit."""
 
+import zlib
 from pathlib import Path
 from typing import TypeVar
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,22 @@ def save(path: Path, state: object, step: int) -> None:
 
 
 def load(path: Path, state: Tree) -> tuple[Tree, int]:
-    """The state of a checkpoint and its number of steps; `state` itself if there is none."""
+    """The state of a checkpoint and its number of steps; `state` itself if there is none.
+
+    Raises:
+        ValueError: If the file is damaged, or of another state.
+    """
     if not path.exists():
         return state, 0
     leaves, tree = jax.tree.flatten(state)
-    with np.load(path) as file:
-        restored = [jnp.asarray(file[str(i)]) for i in range(len(leaves))]
-        return jax.tree.unflatten(tree, restored), int(file["step"])
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:
+            restored, step = [file[str(i)] for i in range(len(leaves))], int(file["step"])
+    except (BadZipFile, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is damaged; without it this case is trained from its start: {error}"
+        ) from error
+    for was, is_ in zip(restored, leaves, strict=True):
+        if (was.shape, was.dtype) != (is_.shape, is_.dtype):
+            raise ValueError(f"{path} holds an array {was.shape}; wanted {is_.shape}")
+    return jax.tree.unflatten(tree, [jnp.asarray(x) for x in restored]), step

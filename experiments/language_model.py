@@ -319,7 +319,7 @@ def _show_decoding(record: Run, rows: Sequence[Row]) -> None:
         for r in rows
     ]  # fmt: skip
     title = f"One more token, sequences at once: {rows[0]['batch']}"
-    columns = ["cache", "context", "time per token", "bytes per sequence"]
+    columns = ["cache", "context (tokens)", "time per token", "bytes per sequence"]
     console.print(make_table(title, columns, cells))
 
 

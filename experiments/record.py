@@ -21,9 +21,14 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import jax
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["RecordError", "Run", "environment", "read_rows"]
 
@@ -113,6 +118,35 @@ def _whole_lines(path: Path) -> list[bytes]:
     return [line for line in lines if line.strip()]
 
 
+def _read_object(path: Path, text: str | bytes) -> Row:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise RecordError(f"{path} must hold objects; got {type(data).__name__}")
+    return data
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Hold a directory until the file is closed, or this process ends."""
+    file = (directory / ".lock").open("a+", encoding="utf-8")
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise RecordError(f"{directory} is in use by {holder}") from None
+    except OSError:  # a file system without locks
+        pass
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
+
+
 class Run:
     """One run directory, open for appending; a context manager."""
 
@@ -122,8 +156,13 @@ class Run:
         self.config = config
         self._opened = time.monotonic()
         metrics = directory / "metrics.jsonl"
+        self._lock = _lock(directory)
         kept = _whole_lines(metrics)
-        self.rows: list[Row] = [json.loads(line) for line in kept]
+        try:
+            self.rows: list[Row] = [_read_object(metrics, line) for line in kept]
+        except RecordError:
+            self._lock.close()
+            raise
         whole = b"".join(line + b"\n" for line in kept)
         if metrics.exists() and metrics.read_bytes() != whole:
             _replace(metrics, whole)
@@ -149,17 +188,18 @@ class Run:
         """Continue a directory; raise `RecordError` if it is not one of this experiment."""
         path = directory / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = _read_object(path, path.read_bytes())
         except FileNotFoundError:
             raise RecordError(
                 f"{directory} is not a run directory: it has no config.json"
             ) from None
-        except json.JSONDecodeError as error:
-            raise RecordError(f"{path} cannot be read: {error}") from None
         if config.get("experiment") != experiment:
             raise RecordError(
                 f"{directory} is a run of {config.get('experiment')!r}, not of {experiment!r}"
             )
+        for part in ("options", "environment"):
+            if not isinstance(config.get(part), dict):
+                raise RecordError(f"{path} must hold an object `{part}`")
         run = cls(directory, config)
         now = environment()
         changed = {key: now[key] for key in now if now[key] != config["environment"].get(key)}
@@ -211,8 +251,9 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the metrics."""
+        """Close the metrics, and let other processes continue the run."""
         self._file.close()
+        self._lock.close()
 
 
 def _new_directory(parent: Path, name: str | None) -> Path:

@@ -109,7 +109,8 @@ def run(options: Serving) -> Run:
             )
             for r in record.rows
         ]
-        columns = ["context", "prompt tokens", "tokens/s", "decoding", "ms/step", "cache", "live"]
+        columns = ["context (tokens)", "prompt tokens", "tokens/s", "decoding (tokens/s)"]
+        columns += ["decoding (ms/step)", "cache", "live"]
         console.print(make_table(f"{options.slots} slots", columns, rows))
         console.print(f"record: {record.directory}")
     return record

@@ -206,7 +206,12 @@ def _finish(options: StateTracking, record: Run) -> None:
         for (group, arm), lanes in found.items()
     ]
     last = f"to {options.length}"
-    columns = ["group", "model", f"right, {last}", f"right, to {options.test_length}"]
+    columns = [
+        "group",
+        "model",
+        f"fraction right, {last}",
+        f"fraction right, to {options.test_length}",
+    ]
     title = f"Mean, least and greatest of {options.seeds} seeds"
     console.print(make_table(title, columns, cells))
     with figures.style():

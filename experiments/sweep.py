@@ -5,7 +5,6 @@ stored after every block of steps: a killed run continues as if nothing had happ
 While one case trains, threads compile the next ones.
 """
 
-import dataclasses
 import itertools
 import shlex
 import time
@@ -28,6 +27,7 @@ from experiments import checkpoint
 from experiments.compiling import compile_ahead, cpu_optimization
 from experiments.progress import progress_bar
 from experiments.record import Row, Run
+from experiments.saved_options import restore_options
 from experiments.tables import console
 
 __all__ = [
@@ -342,11 +342,12 @@ def run_sweep(
     """Run, or continue a run; return the exit status."""
     if options.resume is not None:
         record = Run.resume(experiment, options.resume)
-        saved = _restore(type(options), record.config["options"])
-        options = replace(saved, minutes=options.minutes)
     else:
         record = Run.start(experiment, options, options.results, options.name)
     with record:
+        if options.resume is not None:
+            saved = restore_options(type(options), record.config["options"])
+            options = replace(saved, minutes=options.minutes)
         console.print(f"record: {record.directory}")
         try:
             with progress_bar() as bar:
@@ -364,13 +365,3 @@ def run_sweep(
                 return 0
         finish(options, record)
     return 0
-
-
-def _restore(kind: type[Options], saved: Mapping[str, Any]) -> Options:
-    """The options that a run was started with."""
-    values = {}
-    for field in dataclasses.fields(kind):
-        if field.name in saved and field.name not in ("resume", "results"):
-            value = saved[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)

@@ -121,6 +121,7 @@ def run(options: TrainSharded, *, stop: int | None = None) -> dict[int, float]:
         explicit=options.explicit,
     )
     check_mesh(config, mesh, batch=options.batch, tokens=options.tokens)
+    source = source_of(options)
     axis = "context" if options.context > 1 else None
 
     def create() -> tuple[DeltaNetLM, "nnx.Optimizer[DeltaNetLM]"]:
@@ -131,14 +132,15 @@ def run(options: TrainSharded, *, stop: int | None = None) -> dict[int, float]:
 
     model, optimizer = make_sharded(create, mesh)
     if options.checkpoints is None:
-        return _train(options, mesh, model, optimizer, None, stop)
+        return _train(options, mesh, source, model, optimizer, None, stop)
     with Checkpoints(options.checkpoints) as checkpoints:
-        return _train(options, mesh, model, optimizer, checkpoints, stop)
+        return _train(options, mesh, source, model, optimizer, checkpoints, stop)
 
 
 def _train(
     options: TrainSharded,
     mesh: jax.sharding.Mesh,
+    source: Callable[[int], Rows],
     model: DeltaNetLM,
     optimizer: "nnx.Optimizer[DeltaNetLM]",
     checkpoints: Checkpoints | None,
@@ -149,7 +151,7 @@ def _train(
         first = checkpoints.restore(model, optimizer)
     with jax.set_mesh(mesh):
         steps = range(first, options.steps if stop is None else stop)
-        for step, batch in zip(steps, prefetch(source_of(options), steps), strict=True):
+        for step, batch in zip(steps, prefetch(source, steps), strict=True):
             tokens, segment_ids = (None if x is None else put_batch(x, mesh) for x in batch)
             losses[step] = float(train_step(model, optimizer, tokens, segment_ids)["loss"])
             if checkpoints is not None:

@@ -3,11 +3,10 @@
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from experiments.progress import progress_bar
 from experiments.record import Row, Run
+from experiments.saved_options import restore_options
 from experiments.scan_vs_chunk import drawing, operators, training
 from experiments.scan_vs_chunk.implementations import IMPLEMENTATIONS
 from experiments.scan_vs_chunk.options import ScanVsChunk
@@ -22,11 +21,12 @@ def run(options: ScanVsChunk) -> int:
     """Run, or continue a run; return the exit status."""
     if options.resume is not None:
         record = Run.resume(EXPERIMENT, options.resume)
-        saved = restore(record.config["options"])
-        options = dataclasses.replace(saved, operator_seconds=options.operator_seconds)
     else:
         record = Run.start(EXPERIMENT, options, options.results, options.name)
     with record:
+        if options.resume is not None:
+            saved = restore_options(ScanVsChunk, record.config["options"])
+            options = dataclasses.replace(saved, operator_seconds=options.operator_seconds)
         console.print(f"record: {record.directory}")
         try:
             with progress_bar() as bar:
@@ -44,15 +44,6 @@ def run(options: ScanVsChunk) -> int:
             console.print(f"interrupted; what was measured is in {record.directory}")
             console.print(f"continue with: {command}", soft_wrap=True)
             return 130
-
-
-def restore(saved: dict[str, Any]) -> ScanVsChunk:
-    """The options that a run was started with."""
-    known = {field.name: field for field in dataclasses.fields(ScanVsChunk)}
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()
-              if name in known}  # fmt: skip
-    values["text"] = tuple(Path(name) for name in values.get("text", ()))
-    return ScanVsChunk(**values | {"resume": None})
 
 
 def finish(options: ScanVsChunk, record: Run) -> int:
@@ -146,7 +137,8 @@ def show_training(record: Run, verdict: Sequence[Row]) -> None:
     ]
     text = record.find(kind="text")
     title = f"One model, one start, {text['bytes']:,} bytes of {text['source']}"
-    columns = ["layer", "last loss", "largest gap", "tokens/s", "memory", "compile"]
+    columns = ["layer", "last loss (nats)", "largest gap (nats) at step", "tokens/s"]
+    columns += ["memory", "compile"]
     console.print(make_table(title, columns, cells))
     large = [
         [
@@ -161,5 +153,5 @@ def show_training(record: Run, verdict: Sequence[Row]) -> None:
         if name.startswith(training.LARGE)
     ]
     if large:
-        columns = ["mixers", "parameters", "last loss", "tokens/s", "memory", "compile"]
+        columns = ["mixers", "parameters", "last loss (nats)", "tokens/s", "memory", "compile"]
         console.print(make_table("A large model in bfloat16", columns, large))

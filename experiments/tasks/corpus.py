@@ -94,6 +94,8 @@ class Corpus:
         if not path.exists():
             raise ValueError(f"{directory} is not a corpus: it has no corpus.json")
         about = _description(path)
+        if not (directory / "tokens.bin").stat().st_size:
+            raise ValueError(f"{directory} is a damaged corpus: tokens.bin is empty")
         tokens = np.memmap(directory / "tokens.bin", about["dtype"], mode="r")
         if len(tokens) != about["tokens"]:
             raise ValueError(f"{directory} must hold {about['tokens']} tokens; got {len(tokens)}")

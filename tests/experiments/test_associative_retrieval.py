@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from experiments import associative_retrieval
-from experiments.__main__ import main, parse
 from experiments.associative_retrieval import PRESETS, RULES, Retriever, results
+from experiments.command_line import main, parse
 from experiments.record import Run
 from experiments.tasks.pairs import draw_pairs
 
@@ -60,5 +60,5 @@ def test_every_rule_reads_one_pair_exactly(name):
 def test_the_command_line_takes_the_presets_defaults_and_refuses_an_unknown_rule(capsys):
     assert parse(["associative-retrieval"]) == PRESETS["cpu"]
     assert parse(["associative-retrieval", "--preset=gpu"]) == PRESETS["gpu"]
-    assert main(["associative-retrieval", "--rules", "hebb"]) == 2
-    assert "delta-l2" in capsys.readouterr().out
+    assert main(["associative-retrieval", "--rules", "hebb"]) == 1
+    assert "delta-l2" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from flax import nnx
 
 from deltanet_jax.models import DeltaNetConfig
 from experiments import checkpoint, language_model, sweep
-from experiments.__main__ import parse
+from experiments.command_line import parse
 from experiments.language_model import ABLATIONS, ARMS, PRESETS, LanguageModel
 from experiments.models import MEMORIES, make_model
 from experiments.record import read_rows

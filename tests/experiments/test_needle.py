@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments import needle, sweep
-from experiments.__main__ import main, parse
+from experiments.command_line import main, parse
 from experiments.needle import HAYSTACKS, PRESETS, make_case
 from experiments.record import read_rows
 from experiments.tasks.needle import MARK, PATTERN, draw_needles, followers
@@ -134,6 +134,6 @@ def test_no_time_at_all_is_no_training(tmp_path):
 def test_the_command_line_takes_the_presets_and_refuses_what_does_not_fit(capsys):
     assert parse(["needle"]) == PRESETS["cpu"]
     assert parse(["needle", "--preset", "gpu"]) == PRESETS["gpu"]
-    assert main(["needle", "--test-lengths", "64", "4"]) == 2
-    assert "at least 5" in capsys.readouterr().out
-    assert main(["needle", "--memories", "hebb"]) == 2
+    assert main(["needle", "--test-lengths", "64", "4"]) == 1
+    assert "at least 5" in capsys.readouterr().err
+    assert main(["needle", "--memories", "hebb"]) == 1

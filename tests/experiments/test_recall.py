@@ -10,7 +10,7 @@ from flax import nnx
 
 from deltanet_jax.models import DeltaNetConfig
 from experiments import recall
-from experiments.__main__ import main, parse
+from experiments.command_line import main, parse
 from experiments.models import MEMORIES, make_model, memory_floats
 from experiments.recall import PRESETS, results
 from experiments.record import Run
@@ -88,6 +88,6 @@ def test_a_few_seconds_of_training_teach_recall(tmp_path):
 def test_the_command_line_takes_the_presets_and_refuses_what_does_not_fit(capsys):
     assert parse(["recall"]) == PRESETS["cpu"]
     assert parse(["recall", "--preset", "gpu"]) == PRESETS["gpu"]
-    assert main(["recall", "--pairs", "17"]) == 2
-    assert "`pairs` must be 1 to 16" in capsys.readouterr().out
-    assert main(["recall", "--memories", "hebb"]) == 2
+    assert main(["recall", "--pairs", "17"]) == 1
+    assert "`pairs` must be 1 to 16" in capsys.readouterr().err
+    assert main(["recall", "--memories", "hebb"]) == 1

@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 from deltanet_jax.models import DeltaNetLM
-from experiments import __main__ as command_line
+from experiments import command_line
 from experiments.progress import progress_bar
 from experiments.record import Run, read_rows
+from experiments.saved_options import restore_options
 from experiments.scan_vs_chunk import PRESETS, ScanVsChunk, main, operators, training
 from experiments.scan_vs_chunk.costs import Sizes, predict
 from experiments.scan_vs_chunk.operators import Case
@@ -67,8 +68,8 @@ def test_leaves_config_table_and_figures(whole):
     for figure in ("against_length", "against_sizes", "ratio", "training"):
         assert {f"{figure}.png", f"{figure}.pdf"} <= names
     config = json.loads((whole.directory / "config.json").read_text())
-    assert main.restore(config["options"]) == replace(
-        TINY, results=config["options"]["results"], name="whole"
+    assert restore_options(main.ScanVsChunk, config["options"]) == replace(
+        TINY, results=main.ScanVsChunk().results, name="whole"
     )
 
 
@@ -257,5 +258,5 @@ def test_help_explains_every_option(name, capsys):
 
 
 def test_a_wrong_directory_is_an_error_and_not_a_traceback(tmp_path, capsys):
-    assert command_line.main(["scan-vs-chunk", "--resume", str(tmp_path)]) == 2
-    assert "config.json" in capsys.readouterr().out
+    assert command_line.main(["scan-vs-chunk", "--resume", str(tmp_path)]) == 1
+    assert "config.json" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import checkpoint, state_tracking, sweep
-from experiments.__main__ import parse
+from experiments.command_line import parse
 from experiments.progress import progress_bar
 from experiments.record import Run, read_rows
 from experiments.state_tracking import PRESETS, StateTracking, make_case
