@@ -58,7 +58,7 @@ def _unit_rows(
 
 
 def _columns(scale: jax.Array, like: jax.Array) -> jax.Array:
-    """`scale [K]` in the dtype and rank of `like`."""
+    """Return `scale [K]` in the dtype and rank of `like`."""
     return jnp.expand_dims(scale.astype(like.dtype), tuple(range(like.ndim - 1)))
 
 

@@ -71,7 +71,7 @@ class Sums(NamedTuple):
 
 
 def _odd(shape: tuple[int, ...], size: int) -> jax.Array:
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=smem.MATRIX)
+    row: jax.Array = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=smem.MATRIX)
     return (row & size) != 0
 
 
@@ -80,6 +80,8 @@ def pairs(size: int, width: int = CHUNK) -> jax.Array:
 
     `[C, C]`, or `[C, 16]` with the tokens j of i's own 16.
     """
+    i: jax.Array
+    j: jax.Array
     i, j = (
         plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=smem.MATRIX)
         for axis in (0, 1)

@@ -53,7 +53,7 @@ def _named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 def interpreter(wanted: object) -> object:
     """Return the interpreter's parameters, of which True is the default, or `None`."""
     if wanted is True:
-        return plgpu.InterpretGPUParams()  # type: ignore[attr-defined]  # not in the oldest JAX
+        return plgpu.InterpretGPUParams()  # not in the oldest JAX
     return wanted or None
 
 

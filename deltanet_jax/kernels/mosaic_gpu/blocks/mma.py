@@ -16,7 +16,7 @@ __all__ = ["Split", "accumulate", "of_halves", "product", "products"]
 Pair = tuple[jax.Array | Ref, Ref]
 Pairs = Sequence[Pair]
 Split = Sequence[jax.Array | Ref]  # a split (high, low) pair
-_ACC: Any = plgpu.ACC  # type: ignore[attr-defined]
+_ACC: Any = plgpu.ACC
 
 
 def _start(acc: Ref, pairs: Pairs) -> None:

@@ -51,7 +51,7 @@ def inline_ptx(
     **options: Any,
 ) -> Value:
     """An instruction of PTX, `$0` and so on being its results and then its operands."""
-    emit: Any = utils.inline_ptx  # type: ignore[attr-defined]  # not in the oldest JAX
+    emit: Any = utils.inline_ptx  # not in the oldest JAX
     if result_types:
         options["result_types"] = list(result_types)
     return emit(instruction, *operands, has_side_effects=has_side_effects, **options)

@@ -37,7 +37,7 @@ TRANSPOSED: Layout = plgpu.Layout.WGMMA_TRANSPOSED
 def load(ref: Ref, layout: Layout, *, optimized: bool = True) -> jax.Array:
     """Load what a reference holds into registers; not `optimized`, also where it is not aligned."""
     # Its arguments are others in other versions of JAX.
-    x: jax.Array = plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
+    x: jax.Array = plgpu.load(ref, layout=layout, optimized=optimized)
     return x
 
 
