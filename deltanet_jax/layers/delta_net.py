@@ -252,8 +252,10 @@ class DeltaNet(nnx.Module):
         x = checks.check_input(x, self.options.hidden_size)
         segment_ids = checks.check_per_token("segment_ids", segment_ids, x.shape[:2], np.integer)
         mask = checks.check_per_token("mask", mask, x.shape[:2], np.bool_)
-        if self.dtype is None:  # as the projections would, which strict promotion forbids
-            x = x.astype(common_dtype(x, self.q_proj.kernel[...]))
+        kernel = getattr(self.q_proj, "kernel", None)  # a replaced part may have none
+        if self.dtype is None and kernel is not None:
+            # As the projections would, which strict promotion forbids.
+            x = x.astype(common_dtype(x, kernel[...]))
         axis = self.context_axis
         if axis is None or (cache is not None and x.shape[1] == 1):
             return mix_here(self, x, cache, segment_ids, mask)
